@@ -1,0 +1,33 @@
+"""How an engine is set up. No torch here: the worker reads and prints these without loading it."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True):
+    """Settings of one engine.
+
+    `kv_blocks` counts usable blocks (the padding block is extra); None sizes the pool from `kv_memory` bytes, or, when
+    that is None too, from the memory that is really free. `eos_token_ids` are added to those of the model's files.
+    `deterministic="auto"` is on where it is free (CPU). `seed` enters the default seed of requests that give none.
+    """
+
+    model: str
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    block_size: int = 16
+    kv_blocks: int | None = None
+    kv_memory: int | None = None
+    max_sequences: int = 64
+    max_step_tokens: int = 2048
+    max_model_len: int | None = None
+    prefix_cache: bool = False
+    share_across_tenants: bool = False
+    deterministic: Literal["auto"] | bool = "auto"
+    seed: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    threads: int | None = None  # None: the CPUs this process may use
