@@ -1,6 +1,5 @@
 """The wire contract, version 1: what a producer writes and what a client reads. See docs/protocol.md."""
 
-import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,7 +22,7 @@ class Message(Struct, frozen=True, kw_only=True):
 
 
 class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The body of a job. Exactly one of `prompt`, `messages` and `token_ids`; the other names are OpenAI's and vLLM's."""
+    """The body of a job. Exactly one of `prompt`, `messages`, `token_ids`; the other names are OpenAI's and vLLM's."""
 
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
@@ -36,13 +35,13 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     seed: Annotated[int, Meta(ge=0)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] = ()  # type: ignore[assignment]
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
     include_stop: bool = False
     ignore_eos: bool = False
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
-    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] = field(default_factory=dict)
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     parse_special: bool = True
@@ -64,7 +63,7 @@ class TokenLogprob(Struct, frozen=True):
 
     id: int
     logprob: float
-    top: list[tuple[int, float]] = field(default_factory=list)
+    top: list[tuple[int, float]] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
 
 
 class Timings(Struct, frozen=True, kw_only=True):
@@ -79,7 +78,7 @@ class Event(Struct, frozen=True, kw_only=True, tag_field="type"):
     """What all reply events are: one entry of `out:<id>`, field `d`, JSON, tagged by `type`."""
 
 
-class Start(Event, tag="start"):
+class Start(Event, frozen=True, kw_only=True, tag="start"):
     worker: str
     attempt: int
     numerics: str
@@ -87,7 +86,7 @@ class Start(Event, tag="start"):
     cached_tokens: int
 
 
-class Resume(Event, tag="resume"):
+class Resume(Event, frozen=True, kw_only=True, tag="resume"):
     worker: str
     attempt: int
     numerics: str
@@ -95,7 +94,7 @@ class Resume(Event, tag="resume"):
     exact: bool
 
 
-class Tokens(Event, tag="tokens", omit_defaults=True):
+class Tokens(Event, frozen=True, kw_only=True, tag="tokens", omit_defaults=True):
     """Tokens `from` … `from + len(ids)` of the reply; `at` code points of text were published before these."""
 
     first: int = field(name="from")
@@ -106,7 +105,7 @@ class Tokens(Event, tag="tokens", omit_defaults=True):
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
-class Done(Event, tag="done"):
+class Done(Event, frozen=True, kw_only=True, tag="done"):
     finish_reason: Literal["stop", "length", "cancelled", "deadline"]
     stop: str | int | None
     text: str
@@ -115,7 +114,7 @@ class Done(Event, tag="done"):
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
-class Error(Event, tag="error"):
+class Error(Event, frozen=True, kw_only=True, tag="error"):
     code: Literal["invalid", "unsupported", "too_large", "max_attempts", "internal"]
     message: str
     retryable: bool = False

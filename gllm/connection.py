@@ -1,0 +1,67 @@
+"""The one door to Redis: clients from a URL, for asyncio and for plain code. Schemes: redis, rediss and unix.
+
+What is fixed here may not be changed by a URL's query, because the rest of gllm stands on it: RESP2 (RESP3 changes the
+shapes of replies), bytes in and out, and no retries by the library (redis-py 8 repeats every command ten times, and a
+plain XADD whose answer was lost would write twice). Who may repeat a command is decided where that command is known.
+"""
+
+from typing import Any, cast
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+
+import redis
+import redis.asyncio as aredis
+from redis.asyncio.connection import ConnectionPool as AsyncPool
+from redis.asyncio.connection import parse_url as parse_url_async
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.connection import ConnectionPool, parse_url  # pyright: ignore[reportUnknownVariableType]
+from redis.retry import Retry
+
+CONNECT_SECONDS = 5.0  # a host that swallows packets is found out in this time, however long a blocking read may take
+
+
+def connect(url: str, *, socket_timeout: float = 5.0, name: str = "") -> aredis.Redis:
+    """An asyncio client, which connects at the first command. `socket_timeout` (seconds) must exceed any BLOCK sent.
+
+    Raises ValueError for a URL of an unknown scheme or with an option that redis-py does not know.
+    """
+    retry = AsyncRetry(NoBackoff(), 0)
+    try:
+        pool = AsyncPool(**_options(dict(parse_url_async(url)), retry, socket_timeout, name))
+        pool.connection_class(**pool.connection_kwargs)  # an unknown option would else show at the first command
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"redis: {error}, got {redact(url)!r}") from None
+    return aredis.Redis.from_pool(pool)
+
+
+def connect_sync(url: str, *, socket_timeout: float = 5.0, name: str = "") -> redis.Redis:
+    """The same as `connect` for code without asyncio."""
+    retry = Retry(NoBackoff(), 0)
+    try:
+        pool = ConnectionPool(**_options(cast(dict[str, Any], parse_url(url)), retry, socket_timeout, name))
+        pool.connection_class(**pool.connection_kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"redis: {error}, got {redact(url)!r}") from None
+    return redis.Redis.from_pool(pool)
+
+
+def redact(url: str) -> str:
+    """The URL with its password hidden, for logs and messages."""
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    if ":" in user:
+        user = user.partition(":")[0] + ":***"
+    query = [(key, "***" if key == "password" else value) for key, value in parse_qsl(parts.query)]
+    return urlunsplit(parts._replace(netloc=user + at + host, query=urlencode(query, safe="*/", quote_via=quote)))
+
+
+def _options(from_url: dict[str, Any], retry: object, socket_timeout: float, name: str) -> dict[str, Any]:
+    fixed = {
+        "protocol": 2,
+        "decode_responses": False,
+        "retry": retry,
+        "socket_timeout": socket_timeout,
+        "socket_connect_timeout": min(CONNECT_SECONDS, socket_timeout),
+    }
+    named = {"client_name": name} if name else {}
+    return {**from_url, **named, **fixed}
