@@ -1,0 +1,1 @@
+"""The service between Redis and the engine: asyncio, text, metrics. No tensors."""
