@@ -7,8 +7,8 @@ from collections.abc import Callable
 import structlog
 
 from engine.request import Stats
+from worker.logs import PERFSTATS
 
-EVENT = "perfstats"
 INTERVAL_SECONDS = 10.0  # long enough to be cheap to keep, short enough to watch by eye
 
 
@@ -49,4 +49,4 @@ async def report(stats: Callable[[], Stats], interval: float = INTERVAL_SECONDS)
         await asyncio.sleep(interval)
         numbers = perf.interval()
         write = log.info if numbers["steps"] else log.debug
-        write(EVENT, **numbers)
+        write(PERFSTATS, **numbers)
