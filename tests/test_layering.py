@@ -21,7 +21,7 @@ MAY_IMPORT = {
 THIRD_PARTY_AT_IMPORT = {
     "gllm": {"redis", "msgspec"},
     "kernels": {"torch", "triton"},
-    "engine": {"torch", "safetensors", "msgspec"},
+    "engine": {"torch", "safetensors", "msgspec", "gguf", "numpy"},  # gguf and numpy: only where a GGUF file is read
 }
 TORCH_FREE = ("config", "request", "wire", "sequence", "blocks", "scheduler")
 SEEN_BY_WORKER = {"engine.config", "engine.request", "engine.wire"}
