@@ -5,6 +5,9 @@ shapes of replies), bytes in and out, and no retries by the library (redis-py 8 
 plain XADD whose answer was lost would write twice). Who may repeat a command is decided where that command is known.
 """
 
+import asyncio
+import random
+import time
 from typing import Any, cast
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
@@ -15,9 +18,58 @@ from redis.asyncio.connection import parse_url as parse_url_async
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.connection import ConnectionPool, parse_url  # pyright: ignore[reportUnknownVariableType]
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    ClusterDownError,
+    ConnectionError,  # noqa: A004 (redis-py's name)
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,  # noqa: A004 (redis-py's name)
+    TryAgainError,
+)
 from redis.retry import Retry
 
 CONNECT_SECONDS = 5.0  # a host that swallows packets is found out in this time, however long a blocking read may take
+MAX_CONNECTIONS = 10_000  # redis-py 8 stops at 100, and each blocking reader holds one
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 2.0  # seconds between two tries of the same command
+_TRANSIENT_WORDS = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "OOM", "MISCONF", "NOREPLICAS")
+_TRANSIENT_ANSWERS = (ReadOnlyError, ClusterDownError, TryAgainError, OutOfMemoryError)  # redis-py cuts off their word
+_REFUSALS = (AuthenticationError, AuthorizationError)  # redis-py files these under ConnectionError
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same command may work in a while: Redis is away, starting, failing over, full or read-only."""
+    if isinstance(error, ConnectionError | TimeoutError):
+        return not isinstance(error, _REFUSALS)
+    return isinstance(error, _TRANSIENT_ANSWERS) or (
+        isinstance(error, ResponseError) and str(error).startswith(_TRANSIENT_WORDS)
+    )
+
+
+class Patience:
+    """How long one caller bears with a Redis that is away: growing, jittered pauses, `seconds` of them in a row."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.reset()
+
+    def reset(self) -> None:
+        """To be called after each success."""
+        self._since: float | None = None
+        self._pause = FIRST_PAUSE
+
+    async def wait(self, error: RedisError) -> None:
+        """Sleeps before the next try. Raises the error when it is not transient or has lasted too long."""
+        now = time.monotonic()
+        self._since = self._since or now
+        if not is_transient(error) or now - self._since >= self._seconds:
+            raise error
+        await asyncio.sleep(self._pause * random.uniform(0.5, 1.0))
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
 
 def connect(url: str, *, socket_timeout: float = 5.0, name: str = "") -> aredis.Redis:
@@ -64,4 +116,4 @@ def _options(from_url: dict[str, Any], retry: object, socket_timeout: float, nam
         "socket_connect_timeout": min(CONNECT_SECONDS, socket_timeout),
     }
     named = {"client_name": name} if name else {}
-    return {**from_url, **named, **fixed}
+    return {"max_connections": MAX_CONNECTIONS, **from_url, **named, **fixed}

@@ -1,0 +1,253 @@
+"""The asyncio client of a producer: submit a job, read its reply as it is written, cancel it."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+from redis.exceptions import RedisError
+
+from gllm.connection import Patience, connect
+from gllm.keys import JOB_ID, PRIORITIES, Keys, shard_of
+from gllm.protocol import VERSION, InvalidJob, Job, ReplyEvent
+from gllm.reply import Assembly, Cursor, Reply, ReplyExpired, Result, read_entry
+from gllm.validate import encoded, job_from, shown
+
+BLOCK_SECONDS = 2.0  # one blocking read; between two of them an expired reply and a passed timeout are noticed
+READ_MARGIN_SECONDS = 5.0  # a blocking read that is this late has lost its connection
+READ_ENTRIES = 128  # per read, so that a long reply is not held in memory twice
+SHARDS_SECONDS = 60.0  # how long the queue's shard count is believed
+CANCEL_SECONDS = 24 * 3600  # a wish to cancel is forgotten with the job's record
+MAX_LABEL_CHARACTERS = 256
+
+T = TypeVar("T")
+When = int | datetime | timedelta
+Entry = tuple[bytes, dict[bytes, Any]]
+
+
+class QueueFull(RuntimeError):
+    """The queue holds as many unfinished jobs as the client's `max_queue` allows; nothing was submitted."""
+
+
+class Client:
+    """Submits jobs to one queue and reads their replies. Use it as an async context manager, from one event loop.
+
+    `max_queue`: refuse to submit while the queue holds this many unfinished jobs (a soft limit: producers do not wait
+    for each other). `patience`: how many seconds in a row a lost Redis is borne with before its error is raised.
+    """
+
+    def __init__(
+        self,
+        url: str = "redis://localhost:6379/0",
+        queue: str = "default",
+        *,
+        max_queue: int | None = None,
+        patience: float = 60.0,
+    ) -> None:
+        self._keys = Keys(queue)
+        self._redis = connect(url, name="gllm-client")
+        self._reader = connect(url, socket_timeout=BLOCK_SECONDS + READ_MARGIN_SECONDS, name="gllm-reader")
+        self._max_queue = max_queue
+        self._patience = patience
+        self._shards = (0, -SHARDS_SECONDS)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()
+        await self._reader.aclose()
+
+    async def submit(
+        self,
+        job: Job | None = None,
+        *,
+        id: str | None = None,  # noqa: A002 (the protocol's word)
+        priority: str = "normal",
+        deadline: When | None = None,
+        not_before: When | None = None,
+        affinity: str | None = None,
+        tenant: str | None = None,
+        traceparent: str | None = None,
+        **fields: Any,
+    ) -> str:
+        """Adds a job, given as a `Job` or as its fields (`prompt=…`, `messages=…` or `token_ids=…`); returns its id.
+
+        Submitting again with the same id is always safe: the queue takes an id once. `deadline` and `not_before` are
+        Unix milliseconds, an aware datetime, or a timedelta from now on Redis' clock. Jobs of one `affinity` go to one
+        shard.
+
+        Raises InvalidJob, QueueFull, and redis-py's errors once the client's patience is over.
+        """
+        if job is not None and fields:
+            raise InvalidJob(f"{next(iter(fields))}: give a Job or its fields, not both")
+        body = encoded(job_from(**fields) if job is None else job)
+        job_id = _checked_id(secrets.token_hex(16) if id is None else id)
+        labels = _checked_labels(affinity=affinity, tenant=tenant, traceparent=traceparent)
+        times = await self._healed(lambda: self._times(deadline=deadline, not_before=not_before))
+        entry = {"id": job_id, "body": body, **labels, **times, "v": VERSION}
+        await self._healed(lambda: self._add(_checked_priority(priority), affinity or job_id, entry))
+        return job_id
+
+    async def stream(
+        self,
+        id: str,  # noqa: A002 (the protocol's word)
+        last_id: str = "0-0",
+        *,
+        characters: int | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 (it bounds the silence between events, not the whole call)
+    ) -> AsyncGenerator[Reply]:
+        """The events of a reply as they are written, up to and with the terminal one.
+
+        A reader that was interrupted goes on behind `last_id`, the `entry` of the last event it has dealt with
+        (`characters` of that event makes this exact even when the stream was rewritten in between). `timeout`: seconds
+        without an event after which TimeoutError is raised; a job may also wait for a worker that long.
+
+        Lost connections heal unnoticed, for at most the client's patience. Raises Rewound, Hole and ReplyExpired.
+        """
+        cursor = Cursor(last_id, characters)
+        patience = Patience(self._patience)
+        start, block, heard = "0-0", 0.0, time.monotonic()
+        while not cursor.ended:
+            try:
+                events = await self._read(_checked_id(id), start, block)
+            except RedisError as error:
+                await patience.wait(error)
+                start = "0-0"  # another server may answer now: compare what it has with what was read
+                continue
+            patience.reset()
+            for start, event in events:
+                if reply := cursor.take(start, event):
+                    yield reply
+                    heard = time.monotonic()
+            block = _next_block(heard, timeout)
+
+    async def result(
+        self,
+        id: str,  # noqa: A002 (the protocol's word)
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 (the sync client passes it on)
+    ) -> Result:
+        """The whole reply, once it has ended. `timeout` in seconds is for all of it.
+
+        Raises JobFailed for a job that ended with an error, TimeoutError, and what `stream` raises.
+        """
+        assembly = Assembly(id)
+        async with asyncio.timeout(timeout):
+            async for reply in self.stream(id):
+                assembly.add(reply)
+        return assembly.result()
+
+    async def cancel(self, id: str) -> bool:  # noqa: A002 (the protocol's word)
+        """Asks for the end of a job. False when it has ended already; also true for an id that nobody knows (yet)."""
+        job_id = _checked_id(id)
+        return await self._healed(lambda: self._wish_cancel(job_id))
+
+    async def _healed(self, command: Callable[[], Awaitable[T]]) -> T:
+        """Runs an idempotent command until it works or the client's patience is over."""
+        patience = Patience(self._patience)
+        while True:
+            try:
+                return await command()
+            except RedisError as error:
+                await patience.wait(error)
+
+    async def _add(self, priority: str, shard_key: str, entry: dict[str, Any]) -> None:
+        shards = await self._shard_count()
+        await self._refuse_when_full(shards)
+        await self._redis.xadd(self._keys.jobs(priority, shard_of(shard_key, shards)), cast(Any, entry))
+
+    async def _shard_count(self) -> int:
+        count, asked = self._shards
+        if time.monotonic() - asked >= SHARDS_SECONDS:
+            count = int(await self._redis.hget(self._keys.meta, "shards") or 1)
+            self._shards = (count, time.monotonic())
+        return count
+
+    async def _refuse_when_full(self, shards: int) -> None:
+        if self._max_queue is None:
+            return
+        pipeline = self._redis.pipeline(transaction=False)
+        for stream in self._keys.streams(shards):
+            pipeline.xlen(stream)
+        waiting = sum(cast(list[int], await pipeline.execute()))
+        if waiting >= self._max_queue:
+            raise QueueFull(f"queue {self._keys.queue}: {waiting} unfinished jobs, max_queue is {self._max_queue}")
+
+    async def _times(self, **times: When | None) -> dict[str, int]:
+        return {name: await self._milliseconds(name, when) for name, when in times.items() if when is not None}
+
+    async def _milliseconds(self, name: str, when: When) -> int:
+        if isinstance(when, timedelta):
+            seconds, micros = await self._redis.time()  # pyright: ignore[reportUnknownMemberType]
+            return seconds * 1000 + micros // 1000 + int(when.total_seconds() * 1000)
+        if isinstance(when, datetime) and when.tzinfo is not None:
+            return int(when.timestamp() * 1000)
+        if type(when) is int and when >= 0:
+            return when
+        raise InvalidJob(f"{name}: Unix milliseconds, an aware datetime or a timedelta expected, got {when!r}")
+
+    async def _read(self, job_id: str, start: str, block: float) -> list[tuple[str, ReplyEvent]]:
+        """The entries behind `start`; waits up to `block` seconds for one (0: does not wait)."""
+        out = self._keys.out(job_id)
+        reply = await self._reader.xread({out: start}, READ_ENTRIES, max(1, int(block * 1000)) if block else None)
+        if not reply:
+            await self._refuse_expired(job_id)
+            return []
+        return [read_entry(entry, fields) for entry, fields in cast(list[tuple[bytes, list[Entry]]], reply)[0][1]]
+
+    async def _refuse_expired(self, job_id: str) -> None:
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.hget(self._keys.job(job_id), "state")
+        pipeline.exists(self._keys.out(job_id))
+        state, kept = cast(tuple[bytes | None, int], await pipeline.execute())
+        if state == b"ended" and not kept:
+            raise ReplyExpired(f"job {job_id} has ended and its reply is no longer kept")
+
+    async def _wish_cancel(self, job_id: str) -> bool:
+        """The wish is set before the state is looked at: a job that ends in between takes the wish with it."""
+        wish = self._keys.cancel(job_id)
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.set(wish, 1, ex=CANCEL_SECONDS)
+        pipeline.hget(self._keys.job(job_id), "state")
+        _, state = cast(tuple[object, bytes | None], await pipeline.execute())
+        if state == b"ended":
+            await self._redis.delete(wish)
+        return state != b"ended"
+
+
+def _next_block(heard: float, timeout: float | None) -> float:
+    if timeout is None:
+        return BLOCK_SECONDS
+    left = heard + timeout - time.monotonic()
+    if left <= 0:
+        raise TimeoutError(f"no event of the reply for {timeout:g} seconds")
+    return min(left, BLOCK_SECONDS)
+
+
+def _checked_id(job_id: str) -> str:
+    if not JOB_ID.fullmatch(job_id):
+        raise InvalidJob(f"id: 1 to 128 characters of [A-Za-z0-9._:-] expected, got {shown(job_id)}")
+    return job_id
+
+
+def _checked_priority(priority: str) -> str:
+    if priority not in PRIORITIES:
+        raise InvalidJob(f"priority: one of {', '.join(PRIORITIES)} expected, got {shown(priority)}")
+    return priority
+
+
+def _checked_labels(**labels: str | None) -> dict[str, str]:
+    given = {name: value for name, value in labels.items() if value is not None}
+    for name, value in given.items():
+        if not 1 <= len(value) <= MAX_LABEL_CHARACTERS or not value.isprintable():
+            raise InvalidJob(f"{name}: 1 to {MAX_LABEL_CHARACTERS} printable characters expected, got {shown(value)}")
+    return given
