@@ -1,0 +1,268 @@
+"""The Lua scripts of worker/lua and one typed function for each. What they do stands in the headers of the .lua files.
+
+Each call is EVALSHA, and EVAL when the server does not know the script (restart, SCRIPT FLUSH): never in a pipeline.
+"""
+
+from collections.abc import Awaitable, Iterable, Sequence
+from hashlib import sha1
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError
+
+FOLDER = Path(__file__).parent / "lua"
+Status = Literal["OK", "CANCEL", "FENCED", "GAP", "GONE", "ERR"]
+
+
+class Script:
+    """One script of the folder, with the shared text before it."""
+
+    def __init__(self, name: str) -> None:
+        self.text = (FOLDER / "common.lua").read_text() + (FOLDER / f"{name}.lua").read_text()
+        self.sha = sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+    async def __call__(self, redis: Redis, keys: Sequence[str], args: Iterable[Any]) -> Any:
+        arguments = (len(keys), *keys, *args)
+        try:
+            return await cast(Awaitable[Any], redis.evalsha(self.sha, *arguments))
+        except NoScriptError:
+            return await cast(Awaitable[Any], redis.eval(self.text, *arguments))
+
+
+_append = Script("append")
+_claim = Script("claim")
+_finish = Script("finish")
+_join = Script("join")
+_leave = Script("leave")
+_reap = Script("reap")
+_release = Script("release")
+_renew = Script("renew")
+_requeue = Script("requeue")
+
+
+class Answer(NamedTuple):
+    """What a script says about one row. `n`: the tokens that Redis has; `text`: of an ERR."""
+
+    status: Status
+    n: int = 0
+    text: str = ""
+
+
+class AppendRow(NamedTuple):
+    """An event to publish: `tokens` first … to, or a `mark` (start, resume) at first = to = n."""
+
+    kind: Literal["tokens", "mark"]
+    id: str
+    epoch: int
+    first: int
+    to: int
+    event: bytes
+    cached_tokens: int | Literal[""] = ""
+
+
+class FinishRow(NamedTuple):
+    """A terminal event for a job whose reply has `n` tokens."""
+
+    id: str
+    epoch: int
+    n: int
+    stream: str
+    entry: str
+    event: bytes
+
+
+class LeaseRow(NamedTuple):
+    """A job to renew."""
+
+    id: str
+    epoch: int
+    stream: str
+    entry: str
+
+
+class ReleaseRow(NamedTuple):
+    """A job to hand back; `charged` when it may be to blame for the end of its worker."""
+
+    id: str
+    epoch: int
+    stream: str
+    entry: str
+    charged: Literal[0, 1]
+
+
+class Renewal(NamedTuple):
+    """`now_ms` is the server's clock; `known` is False when the queue's meta is lost (a flush)."""
+
+    now_ms: int
+    known: bool
+    answers: list[Answer]
+
+
+class Meta(NamedTuple):
+    """What a queue says of itself. `groups_made`: consumer groups that were missing."""
+
+    version: str
+    shards: int
+    model: str
+    groups_made: int
+
+
+class StreamState(NamedTuple):
+    """A job stream after a claim: read on from `last_id`; `waiting` entries are held by nobody."""
+
+    name: str
+    last_id: str
+    waiting: int
+
+
+class Note(NamedTuple):
+    """Something that a claim did beside handing out jobs."""
+
+    kind: str
+    id: str
+    text: str
+
+
+class ClaimedRow(NamedTuple):
+    """A job as the claim script hands it out."""
+
+    id: str
+    stream: str
+    entry: str
+    epoch: int
+    attempts: int
+    claims: int
+    n: int
+    cached_tokens: int | None
+    suspect: bool
+    submitted_ms: int
+    taken_from: str
+    body: bytes
+    deadline_ms: int | None
+    tenant: str | None
+    affinity: str | None
+    traceparent: str | None
+
+
+class Claim(NamedTuple):
+    """What a claim brought; the fields are those of claim.lua."""
+
+    now_ms: int
+    more: bool
+    suspects: int
+    groups_made: int
+    bell_id: str
+    streams: list[StreamState]
+    jobs: list[ClaimedRow]
+    notes: list[Note]
+
+
+async def claim(
+    redis: Redis,
+    base: str,
+    streams: Sequence[str],
+    worker: str,
+    want: int,
+    lease_ms: int,
+    *,
+    expired: bool,
+    own: bool,
+    limits: tuple[int, int],
+    active: Iterable[str],
+) -> Claim:
+    """Hand out at most `want` jobs. `limits`: charged attempts and claims; `streams`: short names in scan order."""
+    keys = [base, *(base + stream for stream in streams)]
+    args = (worker, want, lease_ms, int(expired), int(own), *limits, *active)
+    now_ms, more, suspects, groups, bell, states, jobs, notes = await _claim(redis, keys, args)
+    return Claim(
+        now_ms=now_ms,
+        more=bool(more),
+        suspects=suspects,
+        groups_made=groups,
+        bell_id=bell.decode(),
+        streams=[StreamState(name.decode(), last.decode(), waiting) for name, last, waiting in states],
+        jobs=[_claimed(row) for row in jobs],
+        notes=[Note(*(text.decode(errors="replace") for text in note)) for note in notes],
+    )
+
+
+def _claimed(row: list[Any]) -> ClaimedRow:
+    id_, stream, entry, epoch, attempts, claims, n, cached, suspect, submitted, taken, body, *rest = row
+    deadline, tenant, affinity, traceparent = [value.decode(errors="replace") or None for value in rest]
+    return ClaimedRow(
+        id=id_.decode(),
+        stream=stream.decode(),
+        entry=entry.decode(),
+        epoch=epoch,
+        attempts=attempts,
+        claims=claims,
+        n=n,
+        cached_tokens=int(cached) if cached else None,
+        suspect=bool(suspect),
+        submitted_ms=submitted,
+        taken_from=taken.decode(),
+        body=body,
+        deadline_ms=int(deadline) if deadline else None,
+        tenant=tenant,
+        affinity=affinity,
+        traceparent=traceparent,
+    )
+
+
+async def append(redis: Redis, base: str, worker: str, rows: Sequence[AppendRow]) -> list[Answer]:
+    """Publish events; OK, CANCEL, FENCED, GAP or ERR for each row."""
+    return _pairs(await _append(redis, [base], (worker, *_flat(rows))))
+
+
+async def finish(redis: Redis, base: str, worker: str, rows: Sequence[FinishRow]) -> list[Answer]:
+    """End jobs; OK, FENCED, GAP or ERR for each row."""
+    return _pairs(await _finish(redis, [base], (worker, *_flat(rows))))
+
+
+async def renew(
+    redis: Redis, base: str, worker: str, lease_ms: int, heartbeat: dict[str, str], rows: Sequence[LeaseRow]
+) -> Renewal:
+    """Renew leases and write the heartbeat; OK, CANCEL, FENCED or ERR for each row."""
+    args = (worker, lease_ms, len(heartbeat), *_flat(heartbeat.items()), *_flat(rows))
+    now_ms, known, statuses = await _renew(redis, [base], args)
+    return Renewal(now_ms, bool(known), [_answer(status) for status in statuses])
+
+
+async def release(redis: Redis, base: str, worker: str, lease_ms: int, rows: Sequence[ReleaseRow]) -> list[Answer]:
+    """Hand jobs back; OK, FENCED, GONE or ERR for each row."""
+    return [_answer(status) for status in await _release(redis, [base], (worker, lease_ms, *_flat(rows)))]
+
+
+async def join(redis: Redis, base: str, version: int, shards: int, model: str) -> Meta:
+    """Write or read the queue's meta, and make missing groups when version and model are ours."""
+    got_version, got_shards, got_model, made = await _join(redis, [base], (version, shards, model))
+    return Meta(got_version.decode(), int(got_shards), got_model.decode(errors="replace"), made)
+
+
+async def leave(redis: Redis, base: str, worker: str, streams: Sequence[str]) -> int:
+    """Delete the worker's heartbeat and its consumers; how many were kept because something is pending for them."""
+    return await _leave(redis, [base], (worker, *streams))
+
+
+async def reap(redis: Redis, base: str, lease_ms: int, streams: Sequence[str]) -> int:
+    """Delete the consumers of workers that died long ago and hold nothing; how many they were."""
+    return await _reap(redis, [base], (lease_ms, *streams))
+
+
+async def requeue(redis: Redis, base: str, letter: str) -> str:
+    """Add a dead letter's job again. Raises ResponseError GONE or NOBODY."""
+    return (await _requeue(redis, [base], (letter,))).decode()
+
+
+def _flat(rows: Iterable[Iterable[Any]]) -> list[Any]:
+    return [value for row in rows for value in row]
+
+
+def _answer(status: bytes, n: int = 0) -> Answer:
+    word, _, text = status.decode(errors="replace").partition(" ")
+    return Answer(word, n, text)  # type: ignore[arg-type]
+
+
+def _pairs(reply: list[Any]) -> list[Answer]:
+    return [_answer(status, n) for status, n in zip(reply[::2], reply[1::2], strict=True)]
