@@ -34,7 +34,7 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0  # 0 and -1: off
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     seed: Annotated[int, Meta(ge=0)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] = ()  # type: ignore[assignment]
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
     include_stop: bool = False
     ignore_eos: bool = False
