@@ -28,6 +28,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     prefix_cache: bool = False
     share_across_tenants: bool = False
     deterministic: Literal["auto"] | bool = "auto"
+    overlap: Literal["auto"] | bool = "auto"  # plan the next step while the device runs this one; auto: on CUDA
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     threads: int | None = None  # None: the CPUs this process may use

@@ -1,0 +1,171 @@
+"""The device: parameters, KV memory, the rows of running sequences, and the one place where a step is computed."""
+
+from array import array
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from engine.batch import Batch, build_batch
+from engine.config import EngineConfig
+from engine.errors import DeviceError
+from engine.memory import kv_blocks
+from engine.model import Decoder, Inputs
+from engine.modelconfig import ModelConfig
+from engine.request import TokenLogprob
+from engine.sampler import Drawn, Sampler, token_logprobs
+from engine.scheduler import Plan, Sampled
+from engine.weights import Loader, open_checkpoint
+from kernels import AttentionBatch, Heads, select
+
+KERNEL_VERSION = 1  # part of `numerics`: raise it with any change that may change a bit of a result
+LOGIT_ROWS = 128  # prompt positions per vocabulary product: bounds the memory of prompt_logprobs
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(slots=True)
+class Handle:
+    """A launched step, to be collected. Results are keyed by the plan's entries."""
+
+    plan: Plan
+    batch: Batch
+    drawn: Drawn | None
+    prompt_logprobs: dict[int, list[TokenLogprob]]
+    broken_prompts: set[int]
+
+
+class Runner:
+    """Computes plans. `launch` starts a step and `collect` waits for it, so that the next one can be planned between."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.device = choose_device(config.device)
+        if self.device.type == "cpu" and config.threads:
+            torch.set_num_threads(config.threads)
+        self.deterministic = self.device.type == "cpu" if config.deterministic == "auto" else config.deterministic
+        self._backend = select(deterministic=self.deterministic)
+        with open_checkpoint(config.model) as (self.model_config, source, self.fingerprint), torch.inference_mode():
+            self.dtype = DTYPES[self.model_config.dtype if config.dtype == "auto" else config.dtype]
+            self.max_model_len = model_limit(self.model_config, config.max_model_len)
+            loader = Loader(source, self.dtype, self.device)
+            self.model = Decoder(self.model_config, loader, self._backend, self.max_model_len)
+            loader.close()
+        self.block_size = config.block_size
+        self.max_sequences = config.max_sequences
+        self.kv_blocks = kv_blocks(config, self.model_config, self.dtype, self.device, self.max_model_len)
+        self._make_rows()
+
+    @torch.inference_mode()
+    def _make_rows(self) -> None:
+        """KV memory and per-row state. Block `kv_blocks` and row `max_sequences` are for padding, never content."""
+        config = self.model_config
+        shape = (2, self.kv_blocks + 1, config.kv_heads, self.block_size, config.head_dim)
+        self.cache = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(config.layers)]
+        columns = -(-self.max_model_len // self.block_size)
+        self._tables = torch.full((self.max_sequences + 1, columns), self.kv_blocks, device=self.device)
+        self._last_token = torch.zeros(self.max_sequences + 1, dtype=torch.int64, device=self.device)
+        self._sampler = Sampler(self.max_sequences, config.vocab_size, self.device)
+        self._heads = Heads(config.kv_heads, config.heads // config.kv_heads)
+
+    @property
+    def numerics(self) -> str:
+        """A digest of everything that decides the bits of a result. Equal numerics and deterministic: equal tokens."""
+        capability = (
+            torch.backends.cpu.get_cpu_capability() if self.device.type == "cpu" else torch.cuda.get_device_name()
+        )
+        facts = (
+            KERNEL_VERSION, self.fingerprint, str(self.dtype), self.device.type, capability, torch.__version__,
+            torch.get_num_threads(), self.block_size, self.deterministic,
+        )  # fmt: skip
+        return blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """One padded step, so that what is set up lazily (threads, row probes) does not cost the first request."""
+        for count in (1, 2):
+            table = self._tables[-1:, :1]
+            attention = AttentionBatch([count], [count], table, self.block_size, self._heads)
+            zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
+            inputs = Inputs(zeros, zeros, zeros + self.kv_blocks, zeros, attention)
+            self.model.logits(self.model.forward(inputs, self.cache))
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Handle:
+        self._apply_differences(plan)
+        batch = build_batch(plan, self._tables, self._last_token, self.block_size, self._heads)
+        hidden = self.model.forward(batch.inputs, self.cache)
+        drawn = self._draw(hidden, batch) if batch.sampling else None
+        handle = Handle(plan, batch, drawn, {}, set())
+        for index in batch.scoring:
+            self._score_prompt(hidden, handle, index)
+        return handle
+
+    def collect(self, handle: Handle) -> Sampled:
+        """Wait for a launched step and bring its few numbers to the host, in the order of the plan's entries."""
+        count = len(handle.plan.entries)
+        sampled = Sampled([None] * count, [False] * count, [None] * count, [None] * count)
+        if handle.drawn is not None:
+            ids, broken = handle.drawn.ids.tolist(), handle.drawn.broken.tolist()
+            for slot, index in enumerate(handle.batch.sampling):
+                sampled.tokens[index], sampled.broken[index] = ids[slot], broken[slot]
+                sampled.logprobs[index] = handle.drawn.logprobs[slot]
+        for index, rows in handle.prompt_logprobs.items():
+            sampled.prompt_logprobs[index] = rows
+            sampled.broken[index] |= index in handle.broken_prompts
+        return sampled
+
+    def _apply_differences(self, plan: Plan) -> None:
+        for sequence in plan.opened:
+            self._sampler.open(sequence)
+        if plan.blocks:
+            rows, columns, blocks = torch.tensor(plan.blocks, device=self.device).T
+            self._tables[rows, columns] = blocks
+
+    def _draw(self, hidden: Tensor, batch: Batch) -> Drawn:
+        entries = [batch.plan.entries[index] for index in batch.sampling]
+        logits = self.logits(hidden[batch.last_tokens])
+        drawn = self._sampler.draw(logits, [entry.sequence for entry in entries], batch.new_positions)
+        self._last_token[batch.sampling_rows] = drawn.ids
+        return drawn
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [rows, vocabulary] of hidden states [rows, hidden]; a seam for tests that look at or break them."""
+        return self.model.logits(hidden)
+
+    def _score_prompt(self, hidden: Tensor, handle: Handle, index: int) -> None:
+        """Log-probabilities of the prompt tokens that this entry's positions predict."""
+        entry, first = handle.plan.entries[index], handle.batch.first_tokens[index]
+        sequence = entry.sequence
+        end = min(entry.start + entry.count, sequence.prompt_length - 1)
+        targets = torch.tensor(sequence.tokens[entry.start + 1 : end + 1], dtype=torch.int64, device=self.device)
+        rows = hidden[first : first + len(targets)]
+        best = sequence.request.sampling.prompt_logprobs or 0
+        scored = handle.prompt_logprobs.setdefault(index, [])
+        for part, ids in zip(rows.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
+            logits = self.logits(part)
+            if not bool(torch.isfinite(logits.amax(-1)).all()):
+                handle.broken_prompts.add(index)
+            scored.extend(token_logprobs(logits, ids, best))
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for --device. Raises DeviceError when cuda is asked for and there is none: never a silent CPU."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError(f"device: {name!r} was asked for, but torch {torch.__version__} sees no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def model_limit(config: ModelConfig, asked: int | None) -> int:
+    """The position limit: the checkpoint's (times a linear rope factor), or lower when asked."""
+    limit = int(config.max_positions * (config.rope.factor if config.rope.kind == "linear" else 1))
+    if asked is None:
+        return limit
+    if not 1 <= asked <= limit:
+        raise DeviceError(f"max_model_len: 1 to {limit} (the model's limit) expected, got {asked}")
+    return asked
+
+
+def token_array(tokens: "array[int]", device: torch.device) -> Tensor:
+    return torch.frombuffer(tokens, dtype=torch.int32).to(device, torch.int64)

@@ -1,0 +1,369 @@
+"""Which tokens the next step computes, and what a finished step means. No torch.
+
+There are no phases: `computed` chases `length`. A prefill, a chunk of one, a decode and a recompute after preemption are
+all "the next `count` positions of this sequence".
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+from msgspec import Struct, field
+
+from engine.blocks import BlockPool
+from engine.request import Delta, FinishReason, TokenLogprob
+from engine.sequence import Sequence
+
+
+class Entry(Struct, frozen=True):
+    """A sequence's part of a step: positions `start` … `start + count` - 1, from its row on the device.
+
+    `samples`: the last of them yields a token. `fed`: its one input token was sampled in this row and is on the device.
+    """
+
+    sequence: Sequence
+    admission: int
+    row: int
+    start: int
+    count: int
+    samples: bool
+    fed: bool
+
+
+class Plan(Struct):
+    """One step: its entries, and what changed in the device's rows since the plan before (differences only)."""
+
+    entries: list[Entry] = field(default_factory=list)
+    opened: list[Sequence] = field(default_factory=list)  # rows to set up
+    blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index, block): table entries to write
+
+    @property
+    def tokens(self) -> int:
+        return sum(entry.count for entry in self.entries)
+
+
+class Sampled(Struct):
+    """What a step brought, entry by entry of its plan; None where an entry does not sample."""
+
+    tokens: list[int | None]
+    broken: list[bool]  # the logits were not finite
+    logprobs: list[TokenLogprob | None]
+    prompt_logprobs: list[list[TokenLogprob] | None]
+
+
+class Counters(Struct):
+    """Totals since the engine's start. Only ever added to."""
+
+    prefix_hit_tokens: int = 0
+    prefix_prompt_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    preempted_tokens: int = 0
+    recomputed_tokens: int = 0
+    resumed_tokens: int = 0
+
+
+class Scheduler:
+    """Admission first come, first served; preemption of the last admitted, by recompute. See docs/engine.md."""
+
+    def __init__(self, pool: BlockPool, *, max_sequences: int, max_step_tokens: int) -> None:
+        self.pool = pool
+        self.max_step_tokens = max_step_tokens
+        self.watermark = (
+            pool.size // 100
+        )  # room for running ones to grow, so that an admission does not preempt at once
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.counters = Counters()
+        self._retiring: list[Sequence] = []  # ended, but a launched step may still write their blocks
+        self._rows = list(range(max_sequences - 1, -1, -1))
+        self._swaps: list[tuple[int, int, int]] = []
+
+    # -- from outside ---------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> Delta | None:
+        """End a sequence now; None if it has ended already. What it computed in flight is not published."""
+        if sequence.finish_reason is not None:
+            return None
+        return self._finish(sequence, FinishReason.CANCELLED)
+
+    @property
+    def tables(self) -> Iterator[list[int]]:
+        yield from (sequence.table for sequence in self.running)
+        yield from (sequence.table for sequence in self._retiring)
+
+    def forget_registrations(self) -> None:
+        """The index was cleared: what running sequences hold may be registered again, from its first block on."""
+        for sequence in self.running:
+            sequence.registered = 0
+
+    # -- planning -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Plan | None:
+        """The next step, or None when nothing can be stepped."""
+        plan = Plan(blocks=self._swaps)
+        if not self._plan_trial(plan):
+            budget, preempted = self._plan_running(plan)
+            if not preempted:
+                self._admit(plan, budget)
+        if not plan.entries:
+            return None
+        self._swaps = []
+        return plan
+
+    def _plan_trial(self, plan: Plan) -> bool:
+        """A sequence on trial is stepped alone; True if this step is such a one."""
+        trial = next((s for s in self.running if s.isolated and not s.held), None)
+        if trial is not None:
+            if trial.remaining and self._grow(trial, self.max_step_tokens, plan):
+                self._plan(trial, self.max_step_tokens, plan)
+            return bool(plan.entries)
+        if self.waiting and self.waiting[0].isolated:
+            self._admit(plan, self.max_step_tokens)
+        return bool(plan.entries)
+
+    def _plan_running(self, plan: Plan) -> tuple[int, bool]:
+        """Give every running sequence its tokens, in admission order. Returns the budget left and whether one was preempted."""
+        budget, preempted, index = self.max_step_tokens, False, 0
+        while index < len(self.running) and budget:
+            sequence = self.running[index]
+            index += 1
+            if sequence.held or not sequence.remaining:
+                continue
+            admitted = len(self.running)
+            if self._grow(sequence, budget, plan):
+                budget -= self._plan(sequence, budget, plan)
+            preempted |= len(self.running) < admitted
+        return budget, preempted
+
+    def _plan(self, sequence: Sequence, budget: int, plan: Plan) -> int:
+        count = min(sequence.remaining, budget)
+        start, end = sequence.computed, sequence.computed + count
+        samples = end == sequence.length and sequence.length < sequence.limit
+        plan.entries.append(
+            Entry(sequence, sequence.admissions, sequence.row, start, count, samples, sequence.fed and count == 1)
+        )
+        sequence.computed = end
+        sequence.in_flight += 1
+        if samples:
+            sequence.pending += 1
+            sequence.fed = True
+        return count
+
+    def _grow(self, sequence: Sequence, budget: int, plan: Plan) -> bool:
+        """Take the blocks that its next positions need, preempting from the back. False if it was itself preempted."""
+        end = sequence.computed + min(sequence.remaining, budget)
+        while len(sequence.table) * self.pool.block_size < end:
+            if self.pool.available:
+                sequence.table.append(self.pool.take())
+                plan.blocks.append((sequence.row, len(sequence.table) - 1, sequence.table[-1]))
+                continue
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
+        """Back to the head of the queue; registered blocks stay reclaimable, so that its return is cheap."""
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        self.counters.preemptions += 1
+        self.counters.preempted_tokens += sequence.kv
+        sequence.preemptions += 1
+        plan.blocks[:] = [update for update in plan.blocks if update[0] != sequence.row]
+        self._leave_row(sequence)
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        while self.waiting and self._rows and budget:
+            sequence = self.waiting[0]
+            if sequence.isolated and plan.entries:
+                break
+            matched = self._match(sequence)
+            need = -(-sequence.length // self.pool.block_size) - len(matched)
+            reserve = self.watermark if self.running else 0
+            if need + reserve > self.pool.available_beside(matched):
+                break
+            self.waiting.popleft()
+            self._open(sequence, matched, need, plan)
+            budget -= self._plan(sequence, budget, plan)
+            if sequence.isolated:
+                break
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        """The cached blocks of its prefix; at least one token stays to be computed."""
+        if sequence.wants_prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_length:
+            return []  # cached positions never run the forward pass
+        limit = (len(sequence.tokens) - 1) // self.pool.block_size
+        return self.pool.match(sequence.tokens, sequence.namespace, limit)
+
+    def _open(self, sequence: Sequence, matched: list[int], need: int, plan: Plan) -> None:
+        self.pool.acquire(matched)
+        sequence.table = matched + [self.pool.take() for _ in range(need)]
+        sequence.row = self._rows.pop()
+        sequence.cached = sequence.computed = sequence.kv = len(matched) * self.pool.block_size
+        sequence.registered = len(matched)
+        sequence.admissions += 1
+        self._count_admission(sequence)
+        self.running.append(sequence)
+        plan.opened.append(sequence)
+        plan.blocks.extend((sequence.row, index, block) for index, block in enumerate(sequence.table))
+
+    def _count_admission(self, sequence: Sequence) -> None:
+        """Hits are counted once, at the first admission; resumes and recomputes never inflate the hit rate."""
+        if sequence.cached_first is not None:
+            return
+        sequence.cached_first = min(sequence.cached, sequence.prompt_length)
+        sequence.prompt_done = sequence.prompt_length if sequence.request.output else sequence.cached
+        if not sequence.request.output:
+            self.counters.prefix_hit_tokens += sequence.cached
+            self.counters.prefix_prompt_tokens += sequence.prompt_length
+
+    # -- committing -----------------------------------------------------------------------------------------------
+
+    def commit(self, plan: Plan, sampled: Sampled) -> list[Delta]:
+        """Take in what a step computed: tokens, endings, and the blocks that are now full and known to be computed."""
+        deltas: list[Delta] = []
+        for index, entry in enumerate(plan.entries):
+            delta = self._commit_entry(entry, index, sampled)
+            if delta is not None:
+                deltas.append(delta)
+        self._retire()
+        return deltas
+
+    def fail(self, plan: Plan, message: str) -> list[Delta]:
+        """The step failed: nothing of it is published, and its sequences end with an error."""
+        deltas: list[Delta] = []
+        for entry in plan.entries:
+            entry.sequence.in_flight -= 1
+            if entry.sequence.finish_reason is None:
+                deltas.append(self._finish(entry.sequence, FinishReason.ERROR, error=message))
+        self._retire()
+        return deltas
+
+    def _commit_entry(self, entry: Entry, index: int, sampled: Sampled) -> Delta | None:
+        sequence = entry.sequence
+        sequence.in_flight -= 1
+        sequence.pending -= entry.samples
+        if sequence.finish_reason is not None:
+            return None  # ended while this step was in flight: its extra token is dropped
+        if sampled.broken[index]:
+            message = "the model's logits are not finite (NaN or infinity)"
+            return self._finish(sequence, FinishReason.ERROR, error=message)
+        if entry.admission == sequence.admissions and sequence.row == entry.row:
+            self._publish(sequence, entry)
+        prompt_logprobs = self._collect_prompt_logprobs(sequence, entry, sampled.prompt_logprobs[index])
+        token = sampled.tokens[index]
+        if token is None:
+            return self._continue_prefill(sequence, entry, prompt_logprobs)
+        return self._append(sequence, token, sampled.logprobs[index], prompt_logprobs)
+
+    def _publish(self, sequence: Sequence, entry: Entry) -> None:
+        """Its KV is computed and its tokens are real: full blocks may be matched from now on."""
+        sequence.kv = entry.start + entry.count
+        self._count_computed(sequence, entry)
+        full = sequence.kv // self.pool.block_size
+        swaps = self.pool.register(sequence.table, sequence.tokens, sequence.namespace, sequence.registered, full)
+        sequence.registered = full
+        self._swaps.extend((sequence.row, index, block) for index, block in swaps)
+
+    def _count_computed(self, sequence: Sequence, entry: Entry) -> None:
+        end = entry.start + entry.count
+        if sequence.request.output and sequence.admissions == 1:
+            brought = sequence.prompt_length + len(sequence.request.output)
+            self.counters.resumed_tokens += max(0, min(end, brought) - entry.start)
+            return
+        fresh = max(0, min(end, sequence.prompt_length) - max(entry.start, sequence.prompt_done))
+        sequence.prompt_done += fresh
+        self.counters.prompt_tokens += fresh
+        if sequence.admissions > 1 and not entry.fed:
+            self.counters.recomputed_tokens += entry.count - fresh
+
+    def _collect_prompt_logprobs(
+        self, sequence: Sequence, entry: Entry, rows: list[TokenLogprob] | None
+    ) -> list[TokenLogprob | None] | None:
+        """Gather them chunk by chunk; the whole list is returned once, with the last prompt position's step."""
+        if rows is None or len(sequence.prompt_logprobs) >= sequence.prompt_length:
+            return None
+        if not sequence.prompt_logprobs:
+            sequence.prompt_logprobs.append(None)
+        skip = len(sequence.prompt_logprobs) - 1 - entry.start  # positions already gathered before a preemption
+        sequence.prompt_logprobs.extend(rows[max(0, skip) :])
+        return sequence.prompt_logprobs if len(sequence.prompt_logprobs) >= sequence.prompt_length else None
+
+    def _continue_prefill(
+        self, sequence: Sequence, entry: Entry, prompt_logprobs: list[TokenLogprob | None] | None
+    ) -> Delta | None:
+        if sequence.kv == sequence.limit:  # max_tokens=0: the prompt was all there is to run
+            return self._finish(sequence, FinishReason.LENGTH, prompt_logprobs=prompt_logprobs)
+        first_step = sequence.admissions == 1 and entry.start == sequence.cached
+        return Delta(id=sequence.id, usage=sequence.usage()) if first_step else None
+
+    def _append(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprob: TokenLogprob | None,
+        prompt_logprobs: list[TokenLogprob | None] | None,
+    ) -> Delta:
+        sequence.tokens.append(token)
+        self.counters.generation_tokens += 1
+        logprobs = None if logprob is None else [logprob]
+        reason = self._ending(sequence, token)
+        if reason is not None:
+            return self._finish(sequence, reason, [token], logprobs, prompt_logprobs)
+        return Delta(
+            id=sequence.id,
+            tokens=[token],
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            usage=sequence.usage(),
+        )
+
+    def _ending(self, sequence: Sequence, token: int) -> FinishReason | None:
+        if token in sequence.end_ids and sequence.output_length > sequence.request.sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
+
+    # -- leaving --------------------------------------------------------------------------------------------------
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        tokens: list[int] | None = None,
+        logprobs: list[TokenLogprob] | None = None,
+        prompt_logprobs: list[TokenLogprob | None] | None = None,
+        error: str | None = None,
+    ) -> Delta:
+        sequence.finish_reason = reason
+        if sequence.row >= 0:
+            self.running.remove(sequence)
+            self._retiring.append(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._retire()
+        return Delta(
+            id=sequence.id,
+            tokens=tokens or [],
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            usage=sequence.usage(),
+            error=error,
+        )
+
+    def _retire(self) -> None:
+        """Give back what ended, once no launched step may still write its blocks."""
+        for sequence in [s for s in self._retiring if s.in_flight == 0]:
+            self._retiring.remove(sequence)
+            self._leave_row(sequence)
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.table)
+        self._rows.append(sequence.row)
+        self._swaps = [swap for swap in self._swaps if swap[0] != sequence.row]
+        sequence.leave_row()

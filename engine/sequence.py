@@ -1,0 +1,128 @@
+"""A request on its way through the engine: its tokens, how far their KV is computed, and its block table. No torch.
+
+Positions of one sequence, and who moves each mark:
+
+    0 ......... kv ......... computed ......... len(tokens) ......... len(tokens) + pending
+    committed    │ in flight  │ not yet planned  │ sampled in flight: not known to the host yet
+                 └ commit     └ schedule         └ commit appends real tokens
+"""
+
+from array import array
+from hashlib import blake2b
+
+from engine.blocks import Namespace
+from engine.request import GREEDY_BELOW, FinishReason, Request, TokenLogprob, Usage
+
+
+def default_seed(engine_seed: int, request_id: str) -> int:
+    """The seed of a request that gives none: a digest of the engine's seed and its id, 64 bits."""
+    digest = blake2b(f"{engine_seed}\0{request_id}".encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+class Sequence:
+    """The engine's own record of one request. `limit` is the total length (prompt and output) at which it must end."""
+
+    __slots__ = (
+        "admissions",
+        "cached",
+        "cached_first",
+        "computed",
+        "end_ids",
+        "fed",
+        "finish_reason",
+        "greedy",
+        "held",
+        "in_flight",
+        "kv",
+        "limit",
+        "namespace",
+        "pending",
+        "preemptions",
+        "prompt_done",
+        "prompt_length",
+        "prompt_logprobs",
+        "registered",
+        "request",
+        "row",
+        "seed",
+        "table",
+        "tokens",
+    )
+
+    def __init__(
+        self, request: Request, *, limit: int, end_ids: frozenset[int], namespace: Namespace, engine_seed: int
+    ) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.tokens = array("i", request.tokens)
+        self.tokens.extend(request.output)
+        self.prompt_length = len(request.tokens)
+        self.limit = limit
+        self.end_ids = end_ids
+        self.namespace = namespace
+        self.greedy = sampling.temperature < GREEDY_BELOW
+        self.seed = default_seed(engine_seed, request.id) if sampling.seed is None else sampling.seed
+        self.table: list[int] = []
+        self.row = -1
+        self.computed = 0  # positions planned so far, in flight ones included
+        self.kv = 0  # positions whose KV is known to be computed
+        self.registered = 0  # blocks of the table that are in the index
+        self.pending = 0  # tokens sampled in flight
+        self.fed = False  # the next input token is on the device, in this sequence's row
+        self.in_flight = 0  # launched steps that are not yet collected
+        self.prompt_done = 0  # prompt tokens that were once computed or found in the cache
+        self.held = False
+        self.admissions = 0
+        self.preemptions = 0
+        self.cached = 0  # tokens found in the cache at the current admission
+        self.cached_first: int | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] = []
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def length(self) -> int:
+        """Positions that exist: known tokens and those sampled in flight."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Positions still to plan before the next token is sampled. Zero once all that may be sampled is in flight."""
+        return min(self.length, self.last_position) - self.computed
+
+    @property
+    def last_position(self) -> int:
+        """How many positions ever need KV: the last token of a reply is sampled but never fed."""
+        return self.limit - 1 if self.limit > self.prompt_length else self.limit
+
+    @property
+    def isolated(self) -> bool:
+        """On trial: it takes steps of its own until its first new token is known."""
+        return self.request.isolate and len(self.tokens) == self.prompt_length + len(self.request.output)
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.prompt_length,
+            cached_tokens=self.cached_first or 0,
+            completion_tokens=self.output_length,
+            preemptions=self.preemptions,
+        )
+
+    def leave_row(self) -> None:
+        """Forget everything that belonged to the current admission (its blocks are given back by the scheduler)."""
+        self.table = []
+        self.row = -1
+        self.computed = self.kv = self.registered = self.cached = 0
+        self.fed = False

@@ -1,0 +1,102 @@
+"""What can be known to be wrong with a configuration or a request before any work is done. No torch."""
+
+import math
+
+from engine.config import EngineConfig
+from engine.request import MAX_LOGPROBS, MAX_SEED, Request, SamplingParams
+from engine.wire import EngineInfo
+
+
+class TooLargeError(ValueError):
+    """The request cannot fit, however long it waits."""
+
+
+def validate_config(config: EngineConfig) -> None:
+    """Raises ValueError naming field and value."""
+    for name in ("block_size", "max_sequences", "max_step_tokens"):
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: at least 1 expected, got {value!r}")
+    if config.deterministic not in ("auto", True, False):
+        raise ValueError(f"deterministic: 'auto', True or False expected, got {config.deterministic!r}")
+    if not 0 <= config.seed <= MAX_SEED:
+        raise ValueError(f"seed: 0 to 2**64 - 1 expected, got {config.seed}")
+
+
+def validate_request(request: Request, info: EngineInfo) -> int:
+    """The total length at which the request must end. Raises ValueError naming field and value."""
+    if not request.tokens:
+        raise ValueError("tokens: at least one token expected, got none")
+    if request.adapter is not None:
+        raise ValueError(f"adapter: adapters are not supported, got {request.adapter!r}")
+    for name in ("cache_salt", "tenant"):
+        if getattr(request, name) == "":
+            raise ValueError(f"{name}: must not be empty")
+    _check_ids("tokens", request.tokens, info.vocab_size)
+    _check_ids("output", request.output, info.vocab_size)
+    _check_ids("stop_token_ids", request.sampling.stop_token_ids, info.vocab_size)
+    _check_ids("logit_bias", list(request.sampling.logit_bias), info.vocab_size)
+    validate_sampling(request.sampling)
+    return _limit(request, info)
+
+
+def validate_sampling(sampling: SamplingParams) -> None:
+    """Ranges of the protocol page. Raises ValueError naming field and value; NaN is in no range."""
+    _check_whole("max_tokens", sampling.max_tokens, 0, None)
+    _check_whole("min_tokens", sampling.min_tokens, 0, None)
+    _check_whole("top_k", sampling.top_k, -1, None)
+    _check_whole("seed", sampling.seed, 0, MAX_SEED)
+    _check_whole("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
+    _check_whole("prompt_logprobs", sampling.prompt_logprobs, 0, MAX_LOGPROBS)
+    _check_range("temperature", sampling.temperature, 0.0, math.inf, open_high=True)
+    _check_range("top_p", sampling.top_p, 0.0, 1.0, open_low=True)
+    _check_range("min_p", sampling.min_p, 0.0, 1.0)
+    _check_range("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
+    _check_range("repetition_penalty", sampling.repetition_penalty, 0.0, math.inf, open_low=True, open_high=True)
+    for token, bias in sampling.logit_bias.items():
+        _check_range(f"logit_bias[{token}]", bias, -3.4e38, 3.4e38)
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        raise ValueError(f"min_tokens: {sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}")
+
+
+def _limit(request: Request, info: EngineInfo) -> int:
+    prompt, output, sampling = len(request.tokens), len(request.output), request.sampling
+    if prompt >= info.max_model_len and not (sampling.max_tokens == 0 and prompt == info.max_model_len):
+        raise TooLargeError(f"tokens: {prompt} prompt tokens, but the model's limit is {info.max_model_len} in all")
+    most = info.max_model_len if sampling.max_tokens is None else min(info.max_model_len, prompt + sampling.max_tokens)
+    needed = prompt + output if sampling.max_tokens is None else most
+    if -(-needed // info.block_size) > info.kv_blocks:
+        what = "tokens" if sampling.max_tokens is None else f"tokens and max_tokens={sampling.max_tokens}"
+        raise TooLargeError(f"{what}: {needed} positions in all, but the KV pool holds {info.capacity_tokens}")
+    limit = min(most, info.capacity_tokens + 1) if sampling.max_tokens is None else most
+    if prompt + output >= limit and (output or limit > prompt):
+        raise ValueError(
+            f"output: nothing is left to sample after {output} tokens (the reply ends at {limit - prompt})"
+        )
+    return limit
+
+
+def _check_ids(name: str, ids: list[int], vocab_size: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise ValueError(f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}")
+
+
+def _check_whole(name: str, value: int | None, low: int, high: int | None) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        until = "up" if high is None else f"{high}"
+        raise ValueError(f"{name}: a whole number from {low} to {until} expected, got {value!r}")
+
+
+def _check_range(
+    name: str, value: float, low: float, high: float, *, open_low: bool = False, open_high: bool = False
+) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not ((low < value if open_low else low <= value) and (value < high if open_high else value <= high))
+    ):
+        raise ValueError(f"{name}: from {low} to {high} expected, got {value!r}")

@@ -1,0 +1,81 @@
+"""The operations behind the door, and their plain-torch implementation for any device."""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.attention import AttentionBatch, paged_attention
+from kernels.rows import LARGE, RowCounts
+
+WIDE = 16384  # outputs wider than this (vocabulary heads) are probed with few rows only: they are rarely given more
+
+
+class Backend(Protocol):
+    """What a forward pass needs. The meaning of each operation stands in kernels/reference.py."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def store_kv(self, kv: Tensor, new: Tensor, blocks: Tensor, offsets: Tensor) -> None: ...
+
+    def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor: ...
+
+
+class TorchBackend:
+    """Stock torch operations. With `deterministic`, a row's bits never depend on the other rows of the batch."""
+
+    def __init__(self, *, deterministic: bool) -> None:
+        self._deterministic = deterministic
+        self._rows: dict[tuple[torch.Size, torch.dtype, bool], RowCounts] = {}
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self._deterministic:
+            return F.linear(x, weight, bias)
+        return self._row_counts(weight, bias).apply(lambda rows: F.linear(rows, weight, bias), x)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As the reference; cos and sin are [T, 1, D]: doubled, the first half of sin negated."""
+        rotated = x.roll(x.shape[-1] // 2, -1)
+        return (x * cos).add_(rotated * sin).to(x.dtype)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        if not self._deterministic:
+            return F.silu(gate) * up
+        # exp and single arithmetic operations only: the fused silu rounds differently at the ends of a tensor.
+        gate = gate.float()
+        return gate.div_(torch.exp(-gate).add_(1.0)).mul_(up).to(gate_up.dtype)
+
+    def store_kv(self, kv: Tensor, new: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+        kv[:, blocks, :, offsets] = new
+
+    def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+        return paged_attention(q, kv, batch, scale)
+
+    def _row_counts(self, weight: Tensor, bias: Tensor | None) -> RowCounts:
+        key = (weight.shape, weight.dtype, bias is not None)
+        found = self._rows.get(key)
+        if found is None:
+            found = self._rows[key] = self._probe(weight, bias)
+        return found
+
+    @staticmethod
+    def _probe(weight: Tensor, bias: Tensor | None) -> RowCounts:
+        generator = torch.Generator(weight.device).manual_seed(0)
+
+        def sample(rows: int) -> Tensor:
+            shape = (rows, weight.shape[1])
+            return torch.randn(shape, generator=generator, device=weight.device).to(weight.dtype)
+
+        large = LARGE if weight.shape[0] <= WIDE else LARGE[:4]
+        return RowCounts(lambda rows: F.linear(rows, weight, bias), sample, large)

@@ -1,0 +1,57 @@
+"""What each kernel means, in the plainest torch there is. Slow, float32 inside, the oracle of every kernel test."""
+
+import torch
+from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, in] times weight [out, in], transposed, plus bias [out] -> [T, out] in x's dtype."""
+    y = x.float() @ weight.float().T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D] over the root of its mean square (plus eps), times weight [D]. Zhang & Sennrich 2019."""
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the halves of x [T, heads, D] by the angles of each token: cos, sin [T, D/2]. Su et al. 2021."""
+    first, second = x.float().chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 I] -> silu(gate) * up [T, I]. Shazeer 2020."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+
+def store_kv(kv: Tensor, new: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+    """Write new [T, 2, kv_heads, D] into the cache kv [2, blocks, kv_heads, block_size, D], token by token."""
+    for token, (block, offset) in enumerate(zip(blocks.tolist(), offsets.tolist(), strict=True)):
+        kv[:, block, :, offset] = new[token]
+
+
+def attention(
+    q: Tensor, kv: Tensor, tables: Tensor, query_lengths: list[int], lengths: list[int], scale: float
+) -> Tensor:
+    """Causal attention of a ragged batch over the paged cache.
+
+    q [T, heads, D]; kv [2, blocks, kv_heads, block_size, D]; tables [S, max_blocks]. Sequence i owns the next
+    query_lengths[i] rows of q, which are the last positions of its lengths[i]. Returns [T, heads, D] in q's dtype.
+    """
+    out = torch.empty_like(q)
+    group = q.shape[1] // kv.shape[2]
+    first = 0
+    for table, count, length in zip(tables, query_lengths, lengths, strict=True):
+        used = table[: -(-length // kv.shape[3])]
+        keys, values = kv[:, used].transpose(2, 3).flatten(1, 2)[:, :length].float().repeat_interleave(group, 2)
+        scores = torch.einsum("qhd,khd->hqk", q[first : first + count].float(), keys) * scale
+        visible = torch.arange(length) <= torch.arange(length - count, length)[:, None]
+        weights = scores.masked_fill(~visible.to(q.device), -torch.inf).softmax(-1)
+        out[first : first + count] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+        first += count
+    return out
