@@ -7,9 +7,9 @@ plain XADD whose answer was lost would write twice). Who may repeat a command is
 
 import asyncio
 import random
+import re
 import time
 from typing import Any, cast
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 import redis
 import redis.asyncio as aredis
@@ -36,6 +36,7 @@ CONNECT_SECONDS = 5.0  # a host that swallows packets is found out in this time,
 MAX_CONNECTIONS = 10_000  # redis-py 8 stops at 100, and each blocking reader holds one
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 2.0  # seconds between two tries of the same command
+_PASSWORDS = re.compile(r"(?P<user>://[^:@/]*:)[^@]*(?=@)|(?P<key>[?&]password=)[^&#]*")
 _TRANSIENT_WORDS = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "OOM", "MISCONF", "NOREPLICAS")
 _TRANSIENT_ANSWERS = (ReadOnlyError, ClusterDownError, TryAgainError, OutOfMemoryError)  # redis-py cuts off their word
 _REFUSALS = (AuthenticationError, AuthorizationError)  # redis-py files these under ConnectionError
@@ -99,12 +100,7 @@ def connect_sync(url: str, *, socket_timeout: float = 5.0, name: str = "") -> re
 
 def redact(url: str) -> str:
     """The URL with its password hidden, for logs and messages."""
-    parts = urlsplit(url)
-    user, at, host = parts.netloc.rpartition("@")
-    if ":" in user:
-        user = user.partition(":")[0] + ":***"
-    query = [(key, "***" if key == "password" else value) for key, value in parse_qsl(parts.query)]
-    return urlunsplit(parts._replace(netloc=user + at + host, query=urlencode(query, safe="*/", quote_via=quote)))
+    return _PASSWORDS.sub(lambda match: (match["user"] or match["key"]) + "***", url)
 
 
 def _options(from_url: dict[str, Any], retry: object, socket_timeout: float, name: str) -> dict[str, Any]:

@@ -1,0 +1,157 @@
+"""The door to Redis: what a URL may say and what it may not change; how long a lost server is borne with."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+import redis.exceptions as errors
+
+from gllm.connection import Patience, connect, connect_sync, is_transient, redact
+
+
+def settings_of(client: object) -> dict:
+    return client.connection_pool.connection_kwargs  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [connect, connect_sync])
+def test_connection_url_cannot_change_what_gllm_stands_on(make: Callable) -> None:
+    client = make("redis://h:1/3?protocol=3&decode_responses=true&socket_timeout=99", socket_timeout=7.0, name="me")
+    settings = settings_of(client)
+    assert (settings["protocol"], settings["decode_responses"], settings["db"]) == (2, False, 3)
+    assert (settings["socket_timeout"], settings["socket_connect_timeout"]) == (7.0, 5.0)
+    assert settings["client_name"] == "me"
+    assert settings["retry"]._retries == 0
+
+
+@pytest.mark.parametrize("make", [connect, connect_sync])
+def test_connection_url_brings_user_password_and_tls(make: Callable) -> None:
+    settings = settings_of(make("rediss://ann:p%40ss@h:1/0?ssl_cert_reqs=none"))
+    assert (settings["username"], settings["password"], settings["host"]) == ("ann", "p@ss", "h")
+    assert make("rediss://h:1/0").connection_pool.connection_class.__name__ == "SSLConnection"
+
+
+@pytest.mark.parametrize("make", [connect, connect_sync])
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("localhost:6379", "scheme"),
+        ("http://localhost", "scheme"),
+        ("", "scheme"),
+        ("redis://h:99999", "[Pp]ort"),
+        ("redis://h?speed=9", "'speed'"),
+    ],
+)
+def test_connection_url_that_is_none_is_refused_by_name(make: Callable, url: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"redis: .*{message}.*, got {url!r}".replace("?", r"\?")):
+        make(url)
+
+
+def test_connection_error_hides_the_password() -> None:
+    with pytest.raises(ValueError, match=r"ann:\*\*\*@h") as caught:
+        connect("redis://ann:secret@h?speed=9")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://h:1/0", "redis://h:1/0"),
+        ("redis://:pw@h:1/0", "redis://:***@h:1/0"),
+        ("redis://ann:p%40w@h/0", "redis://ann:***@h/0"),
+        ("rediss://ann:a:b@h/0?ssl_cert_reqs=none", "rediss://ann:***@h/0?ssl_cert_reqs=none"),
+        ("redis://:a/b?c@h/0", "redis://:***@h/0"),
+        ("unix:///run/r.sock?db=1&password=pw", "unix:///run/r.sock?db=1&password=***"),
+    ],
+)
+def test_connection_redact_hides_only_passwords(url: str, shown: str) -> None:
+    assert redact(url) == shown
+
+
+async def test_connection_speaks_resp2_with_bytes(server_url: str) -> None:
+    async with connect(server_url, name="speaker") as client:
+        assert await client.ping()
+        assert await client.execute_command("CLIENT", "GETNAME") == b"speaker"
+        assert await client.execute_command("HGETALL", "nobody") == {}
+        await client.set("resp", "x", ex=60)
+        assert await client.get("resp") == b"x"
+    with connect_sync(server_url) as plain:
+        assert plain.get("resp") == b"x"
+
+
+async def test_connection_through_a_unix_socket(server_url: str, raw: redis.Redis) -> None:
+    path = raw.config_get("unixsocket").get("unixsocket") or None
+    if path is None:
+        pytest.skip("this server has no unix socket")
+    async with connect(f"unix://{Path(path)}?db=0") as client:
+        assert await client.ping()
+    with connect_sync(f"unix://{Path(path)}") as plain:
+        assert plain.ping()
+
+
+async def test_connection_sends_a_command_once_when_its_answer_is_lost() -> None:
+    """redis-py 8 would send it eleven times: the server here takes each command and hangs up."""
+    seen: list[bytes] = []
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(4096):
+            seen.append(data)
+            if b"XADD" in data:
+                break
+            writer.write(b"+OK\r\n" * data.count(b"*"))
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, connect(f"redis://127.0.0.1:{port}/0") as client:
+        with pytest.raises(redis.ConnectionError):
+            await client.xadd("s", {"a": "b"})
+    assert b"".join(seen).count(b"XADD") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (errors.ConnectionError("gone"), True),
+        (errors.TimeoutError("late"), True),
+        (errors.BusyLoadingError("loading"), True),
+        (errors.ReadOnlyError("a replica"), True),
+        (errors.MasterDownError("down"), True),
+        (errors.ClusterDownError("down"), True),
+        (errors.TryAgainError("moving"), True),
+        (errors.OutOfMemoryError("full"), True),
+        (errors.ResponseError("OOM command not allowed"), True),
+        (errors.ResponseError("MISCONF Redis is configured to save"), True),
+        (errors.ResponseError("LOADING Redis is loading"), True),
+        (errors.ResponseError("WRONGTYPE Operation"), False),
+        (errors.ResponseError("ERR this has OOM in it"), False),
+        (errors.AuthenticationError("WRONGPASS"), False),
+        (errors.AuthorizationError("no"), False),
+        (errors.NoPermissionError("no"), False),
+        (ValueError("OOM"), False),
+    ],
+)
+def test_connection_knows_what_waiting_may_cure(error: Exception, transient: bool) -> None:
+    assert is_transient(error) is transient
+
+
+async def test_patience_ends_and_begins_anew_after_a_success() -> None:
+    patience, error = Patience(0.2), errors.ConnectionError("gone")
+    started = time.monotonic()
+
+    async def bear() -> None:
+        while True:
+            await patience.wait(error)
+
+    with pytest.raises(errors.ConnectionError):
+        await bear()
+    assert 0.2 <= time.monotonic() - started < 2
+    patience.reset()
+    await patience.wait(error)
+
+
+async def test_patience_has_none_for_errors_that_stay() -> None:
+    with pytest.raises(errors.ResponseError):
+        await Patience(60).wait(errors.ResponseError("WRONGTYPE"))
