@@ -1,0 +1,154 @@
+"""From a decoded job to what the engine and the publisher need, or to a refusal that names field and value."""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Literal
+
+from engine.request import Request, SamplingParams
+from engine.wire import EngineInfo
+from gllm.protocol import Job
+from worker.chat import ChatFailed, ChatTemplate, encode_chat
+from worker.control import TooManySpans
+from worker.text import ReplyText
+from worker.tokenizer import Tokenizer
+
+PLAIN = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+LOGPROBS = ("logprobs", "prompt_logprobs")
+SHOWN = 64  # characters of a value that an error message shows
+
+
+class JobRejected(ValueError):
+    """A job that this worker can never serve. `code` is one of the protocol's error codes."""
+
+    def __init__(self, code: Literal["invalid", "unsupported", "too_large"], message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class Intake:
+    """Checks jobs against one model and turns them into requests. Raises ModelError for a broken chat template.
+
+    `prepare` may take long (it tokenises) and is called in a thread; the other methods are quick.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
+        self.tokenizer = tokenizer
+        self.info = info
+        source = tokenizer.chat_template
+        self._template = None if source is None else ChatTemplate(source)
+        self._end_ids = tokenizer.eos_ids | frozenset(info.eos_token_ids)
+
+    def prepare(self, job: Job, submitted_ms: int | None = None) -> list[int]:
+        """The ids of the job's prompt, checked against the model's limits. Raises JobRejected.
+
+        `submitted_ms` is the Redis time of the job's entry: the date that a chat template may write, in UTC, so that a
+        worker that takes the job over tomorrow reads the same prompt. Without it the date is now.
+        """
+        self._check_ids(job)
+        try:
+            ids = self._encode(job, submitted_ms)
+        except (ChatFailed, TooManySpans) as error:
+            raise JobRejected("invalid", str(error)) from error
+        self._check_prompt(job, ids)
+        self._check_room(job, len(ids))
+        return ids
+
+    def request(
+        self,
+        job_id: str,
+        job: Job,
+        prompt_ids: list[int],
+        output: Sequence[int] = (),
+        tenant: str | None = None,
+        isolate: bool = False,
+    ) -> Request:
+        """What the engine gets. `output`: tokens that an earlier worker published."""
+        values = {name: getattr(job, name) for name in (*PLAIN, *PENALTIES, *LOGPROBS)}
+        sampling = SamplingParams(**values, logit_bias={int(key): bias for key, bias in job.logit_bias.items()})
+        return Request(
+            id=job_id,
+            tokens=prompt_ids,
+            output=list(output),
+            sampling=sampling,
+            cache_salt=job.cache_salt,
+            tenant=tenant,
+            isolate=isolate,
+        )
+
+    def reply_text(self, job: Job, prompt_ids: Sequence[int]) -> ReplyText:
+        """The text of the job's reply, from its first token on."""
+        room = self.info.max_model_len - len(prompt_ids)
+        return ReplyText(
+            self.tokenizer,
+            prompt_ids,
+            stops=[job.stop] if isinstance(job.stop, str) else list(job.stop),
+            include_stop=job.include_stop,
+            end_ids=frozenset() if job.ignore_eos else self._end_ids,
+            stop_ids=frozenset(job.stop_token_ids),
+            min_tokens=job.min_tokens,
+            max_tokens=room if job.max_tokens is None else min(job.max_tokens, room),
+        )
+
+    def _encode(self, job: Job, submitted_ms: int | None) -> list[int]:
+        if job.token_ids is not None:
+            return list(job.token_ids)
+        if job.prompt is not None:
+            return self._encode_text(job.prompt, job.parse_special)
+        if self._template is None:
+            raise JobRejected("unsupported", f"messages: the model has no chat template{self._other_templates()}")
+        now = datetime.now(UTC) if submitted_ms is None else datetime.fromtimestamp(submitted_ms / 1000, UTC)
+        return encode_chat(self.tokenizer, self._template, job.messages or [], now)
+
+    def _encode_text(self, text: str, parse_special: bool) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, parse_special=parse_special)
+        except ValueError as error:
+            raise JobRejected("invalid", f"prompt: {error}") from error
+
+    def _other_templates(self) -> str:
+        names = ", ".join(sorted(self.tokenizer.chat_templates))
+        return f" named default, only {names}" if names else ""
+
+    def _check_ids(self, job: Job) -> None:
+        self._check_vocabulary("token_ids", job.token_ids or ())
+        self._check_vocabulary("stop_token_ids", job.stop_token_ids)
+        self._check_vocabulary("logit_bias", map(int, job.logit_bias))
+
+    def _check_vocabulary(self, field: str, ids: Iterable[int]) -> None:
+        size = self.info.vocab_size
+        outside = next((token for token in ids if not 0 <= token < size), None)
+        if outside is not None:
+            raise JobRejected("invalid", f"{field}: {outside} is outside the model's vocabulary of {size}")
+
+    def _check_prompt(self, job: Job, ids: Sequence[int]) -> None:
+        field = _prompt_field(job)
+        if not ids:
+            raise JobRejected("invalid", f"{field}: no tokens in {_shown(getattr(job, field))}")
+        if max(ids) >= self.info.vocab_size:
+            content = self.tokenizer.content(max(ids))
+            self._check_vocabulary(f"{field}: {content!r}", [max(ids)])
+
+    def _check_room(self, job: Job, prompt: int) -> None:
+        """The engine's arithmetic: prompt and reply together fit the model's limit and the pool."""
+        field, limit, pool = _prompt_field(job), self.info.max_model_len, self.info.capacity_tokens
+        if prompt >= limit:
+            raise JobRejected("too_large", f"{field}: {prompt} tokens, the model's limit is {limit} with the reply")
+        if job.max_tokens is not None and prompt + job.max_tokens > limit:
+            sum_ = f"{prompt} prompt tokens + {job.max_tokens} = {prompt + job.max_tokens}"
+            raise JobRejected("too_large", f"max_tokens: {sum_}, the model's limit is {limit}")
+        need = prompt + (job.max_tokens or 0)
+        if need > pool:
+            raise JobRejected("too_large", f"{field}: {need} tokens with the reply, the KV cache holds {pool}")
+
+
+def _prompt_field(job: Job) -> Literal["prompt", "messages", "token_ids"]:
+    if job.prompt is not None:
+        return "prompt"
+    return "messages" if job.messages is not None else "token_ids"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

@@ -1,0 +1,136 @@
+"""Text to tokens and back, for one model. Wraps `tokenizers`, whose meaning it keeps, but for the points below.
+
+- Truncation and padding that a tokenizer.json may ask for are off: a prompt is never cut silently.
+- Encoding runs outside Python's global lock, so a thread that encodes megabytes delays nobody.
+- There is exactly one beginning-of-sequence token where the tokenizer adds one, also if the text spells it already.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+import tokenizers
+
+from worker import pieces
+from worker.control import ControlTokens
+from worker.gguf_tokenizer import read_gguf
+from worker.stops import Symbol
+from worker.tokenizer_files import TokenizerFiles, read_directory
+
+PLACEHOLDERS = [chr(0xF0000 + i) for i in range(512)]  # private use; stand for spans that must stay plain text
+_PLACEHOLDER_SET = frozenset(PLACEHOLDERS)
+
+
+def load_tokenizer(path: Path) -> "Tokenizer":
+    """The tokenizer of an HF directory or of a GGUF file. Raises ModelError naming the file at fault."""
+    return Tokenizer(read_directory(path) if path.is_dir() else read_gguf(path))
+
+
+class Tokenizer:
+    """Encodes, decodes, and knows the control tokens, the end-of-sequence ids and the chat templates of a model.
+
+    `named_tokens` are those that a chat template may use (bos_token, eos_token, …). `digest` changes with everything
+    that decides which ids a prompt gets. All methods may be called from several threads at once.
+    """
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        backend = files.backend
+        backend.no_truncation()
+        backend.no_padding()
+        added = backend.get_added_tokens_decoder()
+        special = {token.content: number for number, token in added.items() if token.special}
+        self._backend = backend
+        self._plain = _twin(backend)
+        self._plain.encode_special_tokens = True
+        self._guarded = _twin(backend)
+        self._guarded.add_special_tokens([tokenizers.AddedToken(mark, normalized=False) for mark in PLACEHOLDERS])
+        self._bos_id = _added_first(backend)
+        self.control = ControlTokens(special)
+        self.special_ids = frozenset(special.values())
+        self.pieces = pieces.PieceTable(backend, self.special_ids)
+        self.eos_ids = files.eos_ids
+        self.named_tokens = files.named_tokens
+        self.chat_templates = files.chat_templates
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.digest = _digest(files)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template of chat jobs: the one named default, or the only one."""
+        if len(self.chat_templates) == 1:
+            return next(iter(self.chat_templates.values()))
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, parse_special: bool = True, add_special: bool = True) -> list[int]:
+        """The ids of a text. Without `parse_special` control tokens in it are plain text.
+
+        `add_special` adds what the tokenizer puts around a text. Raises ValueError for text that is no Unicode.
+        """
+        ids = _encode(self._backend if parse_special else self._plain, text, add_special)
+        if add_special and self._bos_id is not None:
+            while ids[:2] == [self._bos_id, self._bos_id]:
+                del ids[0]
+        return ids
+
+    def encode_guarded(self, text: str, hidden: Mapping[str, str]) -> list[int]:
+        """The ids of a rendered chat in which the placeholders `hidden` stand for text that must not be parsed."""
+        if not hidden:
+            return self.encode(text, add_special=False)
+        ids = _encode(self._guarded, text, add_special=False)
+        marks = _PLACEHOLDER_SET.intersection(text)
+        plain = {self._guarded.token_to_id(mark): self._encode_inside(hidden.get(mark, mark)) for mark in marks}
+        return [part for token in ids for part in plain.get(token, (token,))]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of some ids, without any clean-up. Ids that the tokenizer does not have are no text."""
+        return pieces.decode(self.pieces, ids, skip_special=skip_special)
+
+    def content(self, token: int) -> str | None:
+        """How the vocabulary spells an id."""
+        return self._backend.id_to_token(token)
+
+    def symbols(self, text: str) -> tuple[Symbol, ...]:
+        """The characters of a text, with an id in place of each control token that it spells."""
+        return self.control.symbols(text)
+
+    def _encode_inside(self, text: str) -> list[int]:
+        """Plain text that stands inside a longer one: without the space that some tokenizers put before a beginning."""
+        line_end = _encode(self._plain, "\n", add_special=False)
+        ids = _encode(self._plain, "\n" + text, add_special=False)
+        if ids[: len(line_end)] == line_end:
+            return ids[len(line_end) :]
+        return _encode(self._plain, text, add_special=False)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list[int]:
+    """`encode_batch_fast` lets other threads run, which `encode` does not."""
+    try:
+        return backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+    except (UnicodeEncodeError, TypeError) as error:
+        raise ValueError(f"text that is no valid Unicode: {error}") from error
+
+
+def _twin(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A tokenizer with switches of its own that shares the vocabulary, which is nearly all of the memory."""
+    twin = tokenizers.Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(backend, part)) is not None:
+            setattr(twin, part, value)
+    added = backend.get_added_tokens_decoder()
+    twin.add_tokens([added[number] for number in sorted(added)])
+    if twin.get_added_tokens_decoder() == added:
+        return twin
+    return tokenizers.Tokenizer.from_str(backend.to_str())  # ids with holes between them cannot be added one by one
+
+
+def _added_first(backend: tokenizers.Tokenizer) -> int | None:
+    """The token that the tokenizer puts before every text, if it does."""
+    bare: Sequence[int] = backend.encode("a", add_special_tokens=False).ids
+    whole: Sequence[int] = backend.encode("a", add_special_tokens=True).ids
+    return whole[0] if len(whole) > len(bare) and whole[1 : 1 + len(bare)] == bare else None
+
+
+def _digest(files: TokenizerFiles) -> str:
+    rest = msgspec.json.encode([files.named_tokens, sorted(files.eos_ids), files.chat_templates])
+    return sha256(files.backend.to_str().encode() + b"\0" + rest).hexdigest()[:32]
