@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from gllm.connection import connect, connect_sync
 from gllm.keys import GROUP, Keys
 from tests.servers import Server, binaries, require
+from tests.worker.queue_bench import QueueBench
 
 PERMANENT = ("jobs:", "dead", "bell", "workers", "meta", "delayed")
 RELEASED = b"-released"
@@ -94,3 +95,8 @@ def leftovers(client: redis_sync.Redis, keys: Keys, shards: int = 1) -> list[str
             if consumer["name"] != RELEASED or consumer["pending"]:
                 found.append(f"{stream}: consumer {consumer['name'].decode()} with {consumer['pending']} pending")
     return found + [f"worker {name.decode()}" for name in client.zrange(keys.workers, 0, -1)]
+
+
+@pytest.fixture
+def bench(redis: Redis, keys: Keys) -> QueueBench:
+    return QueueBench(redis, keys)

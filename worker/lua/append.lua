@@ -21,7 +21,7 @@ local function write(id, entry, event)
 end
 
 local function mark(row, record)
-  if record.n ~= row.to then return 'GAP', record.n end
+  if record.n < row.to then return 'GAP', record.n end -- with more tokens than that it was written before them
   write(row.id, row.to .. '-' .. row.epoch, row.event)
   if row.cached ~= '' then redis.call('HSETNX', base .. 'job:' .. row.id, 'cached_tokens', row.cached) end
   return 'OK', record.n

@@ -1,0 +1,122 @@
+"""The claim script: who is charged with the death of a worker, trials, and the quiet time after a downtime."""
+
+from gllm.protocol import Error
+from tests.worker.queue_bench import QueueBench, now_ms, publish, until
+from worker.queue import MAX_ATTEMPTS, MAX_CLAIMS, Queue
+
+
+async def ids(bench: QueueBench, worker: Queue, want: int = 16, active: tuple[str, ...] = ()) -> list[str]:
+    return [job.id for job in await bench.claimed(worker, want, active)]
+
+
+async def test_death_of_the_worker_charges_an_attempt_and_a_new_token_acquits(bench: QueueBench) -> None:
+    first, second = await bench.worker("first"), await bench.worker("second")
+    await bench.one(first)
+    await bench.die(first)
+
+    (job,) = await bench.claimed(second)
+    assert (job.attempt, job.suspect) == (1, True)
+    assert await bench.redis.hget(bench.keys.worker("second"), "trial") == b"a"
+
+    await publish(second, job, 0, 1)
+    assert await bench.field("a", "attempts") == "0"
+    assert await bench.redis.hget(bench.keys.worker("second"), "trial") is None
+
+
+async def test_live_worker_whose_lease_ran_out_is_not_charged(bench: QueueBench) -> None:
+    first, second = await bench.worker("first"), await bench.worker("second")
+    await bench.one(first)
+    await bench.die(first)
+    await first.renew([], {})  # it lives: it does not know of this job, because the claim's answer was lost
+
+    (job,) = await bench.claimed(second)
+
+    assert (job.attempt, job.suspect) == (0, False)
+
+
+async def test_worker_holds_one_trial_at_a_time_and_takes_innocents_beside_it(bench: QueueBench) -> None:
+    first, second = await bench.worker("first"), await bench.worker("second")
+    for n in range(3):
+        await bench.submit(f"s{n}")
+    await bench.claimed(first)
+    await bench.die(first)
+    await bench.submit("new")
+
+    (trial, new) = await bench.claimed(second)
+    assert (trial.suspect, new.id, new.suspect) == (True, "new", False)
+    assert await ids(bench, second, active=(trial.id, "new")) == []
+
+    await publish(second, trial, 0, 1)
+    (following,) = await bench.claimed(second, active=(trial.id, "new"))
+    assert following.suspect
+
+
+async def test_only_the_job_on_trial_is_charged_when_its_worker_dies(bench: QueueBench) -> None:
+    first, second, third = [await bench.worker(name) for name in ("first", "second", "third")]
+    await bench.one(first, "poison")
+    await bench.die(first)
+    await bench.submit("innocent")
+    assert {job.id for job in await bench.claimed(second)} == {"poison", "innocent"}
+    await bench.die(second)
+
+    taken = {job.id: job for job in await bench.claimed(third)}
+
+    assert (taken["poison"].attempt, taken["innocent"].attempt) == (2, 0)
+    assert not taken["innocent"].suspect
+
+
+async def test_poison_job_ends_after_four_charged_attempts_as_a_dead_letter_and_an_error(bench: QueueBench) -> None:
+    await bench.submit("poison", traceparent="00-1-2-03")
+    claims = 0
+    for n in range(MAX_ATTEMPTS + 2):
+        worker = await bench.worker(f"w{n}")
+        claims += len(await bench.claimed(worker))
+        await bench.die(worker)
+
+    assert claims == MAX_ATTEMPTS
+    (event,) = await bench.events("poison")
+    assert isinstance(event, Error)
+    assert event.code == "max_attempts"
+    (letter,) = await bench.letters()
+    assert (letter[b"reason"], letter[b"attempts"], letter[b"worker"]) == (b"max_attempts", b"4", b"w3")
+    assert letter[b"traceparent"] == b"00-1-2-03"
+    await bench.clear_streams()
+
+
+async def test_backstop_of_claims_ends_what_is_never_charged(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    await bench.submit("a")
+    for _ in range(MAX_CLAIMS):
+        (job,) = await bench.claimed(worker)
+        await worker.release([job])
+
+    assert await ids(bench, worker) == []
+    assert [event.code for event in await bench.events("a") if isinstance(event, Error)] == ["max_attempts"]
+
+
+async def test_after_a_downtime_of_the_server_nothing_is_reclaimed_for_a_lease(bench: QueueBench) -> None:
+    one, two = await bench.worker("one"), await bench.worker("two")
+    await bench.one(one)
+    await bench.die(one)
+    await bench.die(two)  # nobody could write a heartbeat for long: it was the server that was away
+
+    await two.renew([], {})
+    assert await ids(bench, two) == []
+    await two.renew([], {})
+    assert await ids(bench, two) == []  # the fresh heartbeat does not end the quiet time
+
+    assert await until(lambda: _renewed_claim(bench, two), "the end of the quiet time") == ["a"]
+
+
+async def _renewed_claim(bench: QueueBench, worker: Queue) -> list[str]:
+    await worker.renew([], {})
+    return await ids(bench, worker)
+
+
+async def test_released_jobs_are_claimable_in_the_quiet_time(bench: QueueBench) -> None:
+    one, two = await bench.worker("one", lease=60), await bench.worker("two", lease=60)
+    job = await bench.one(one)
+    await one.release([job])
+    await bench.redis.hset(bench.keys.meta, "quiet_until", await now_ms(bench.redis) + 60_000)
+
+    assert await ids(bench, two) == ["a"]

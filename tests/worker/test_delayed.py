@@ -1,0 +1,116 @@
+"""Delayed jobs, dead letters that get another life, the reaper, and servers that forget scripts or are full."""
+
+import json
+
+import pytest
+
+from gllm.connection import connect
+from tests.servers import Server
+from tests.worker.queue_bench import QueueBench, finish, now_ms, until
+from worker import scripts
+from worker.connection import classify
+from worker.queue import Queue
+
+
+async def ids(bench: QueueBench, worker: Queue, want: int = 16, active: tuple[str, ...] = ()) -> list[str]:
+    return [job.id for job in await bench.claimed(worker, want, active)]
+
+
+async def test_delayed_job_is_parked_promoted_and_runs_once(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    due = await now_ms(bench.redis) + 150
+    await bench.submit("a", "high", not_before=due, tenant="t", body=b"\x81\xff\x00")
+
+    assert await ids(bench, worker) == []
+    assert await bench.field("a", "state") == "delayed"
+    await bench.clear_streams()
+    await bench.submit("a", "high")
+    assert await ids(bench, worker) == []  # a duplicate of a delayed job
+
+    (job,) = await until(lambda: bench.claimed(worker), "the promotion")
+    assert await now_ms(bench.redis) >= due
+    assert (job.stream, job.body, job.tenant) == ("jobs:high:0", b"\x81\xff\x00", "t")
+    assert await bench.redis.zcard(bench.keys.delayed) == 0
+    await finish(worker, job, 0)
+    await bench.clear_streams()
+
+
+async def test_delayed_job_can_be_cancelled(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    await bench.submit("a", not_before=await now_ms(bench.redis) + 100)
+    await worker.claim(8, ())
+    await bench.redis.set(bench.keys.cancel("a"), 1, ex=86400)
+
+    async def ended() -> bool:
+        assert await ids(bench, worker) == []
+        return await bench.field("a", "state") == "ended"
+
+    await until(ended, "the end")
+    assert await bench.redis.zcard(bench.keys.delayed) == 0
+
+
+async def test_bad_delayed_member_does_not_stop_the_promotion_of_others(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    await bench.submit("a", not_before=await now_ms(bench.redis) + 50)
+    await worker.claim(8, ())
+    await bench.redis.zadd(bench.keys.delayed, {"gone": 1, "odd": 2})
+    await bench.redis.set(bench.keys.job("odd"), "text", ex=60)
+
+    (job,) = await until(lambda: bench.claimed(worker), "the promotion")
+
+    assert job.id == "a"
+    assert await bench.redis.zcard(bench.keys.delayed) == 0
+
+
+async def test_dead_letter_can_be_requeued_once(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    await bench.submit("a", deadline="soon", tenant="t", body='{"prompt":"x"}')
+    await worker.claim(8, ())
+    ((letter, _),) = await bench.redis.xrange(bench.keys.dead)
+
+    await scripts.requeue(bench.redis, bench.keys.base, letter.decode())
+
+    (job,) = await bench.claimed(worker)
+    assert (job.id, json.loads(job.body), job.tenant, job.epoch) == ("a", {"prompt": "x"}, "t", 1)
+    assert await bench.entries("a") == []
+    with pytest.raises(Exception, match="no dead letter"):
+        await scripts.requeue(bench.redis, bench.keys.base, letter.decode())
+
+
+async def test_consumers_of_workers_killed_long_ago_are_reaped(bench: QueueBench) -> None:
+    dead, alive = await bench.worker("dead", lease=0.05), await bench.worker("alive", lease=0.05)
+    await finish(dead, await bench.one(dead, "first"), 0)
+    job = await bench.one(alive)
+
+    async def reaped() -> int:
+        await alive.renew([job], {})
+        await alive.claim(8, ("a",))
+        return await alive.reap()
+
+    assert await until(reaped, "the reaper")
+    names = {c["name"] for c in await bench.redis.xinfo_consumers(bench.keys.jobs("normal", 0), "workers")}
+    assert names == {b"alive"}
+
+
+async def test_scripts_survive_script_flush(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    await bench.submit("a")
+    await bench.redis.script_flush()
+
+    assert await ids(bench, worker) == ["a"]
+
+
+async def test_server_that_is_full_loses_nothing(bench: QueueBench, own_server: Server) -> None:
+    client = connect(own_server.url)
+    full = QueueBench(client, bench.keys)
+    worker = await full.worker()
+    await full.submit("a")
+    await client.config_set("maxmemory", 1)
+    with pytest.raises(Exception, match="maxmemory") as error:
+        await worker.renew([], {})
+    assert classify(error.value) == "transient"
+    await client.config_set("maxmemory", 0)
+
+    assert await ids(full, worker) == ["a"]
+    assert await full.letters() == []
+    await client.aclose()

@@ -1,0 +1,185 @@
+"""The claim script: expired leases, lost answers, lost records, replies, entries and groups."""
+
+import time
+
+import pytest
+
+from gllm.protocol import TERMINAL_ENTRY_ID
+from tests.worker.queue_bench import QueueBench, finish, kinds, publish, tokens, until
+from worker.queue import Queue
+
+
+async def ids(bench: QueueBench, worker: Queue, want: int = 16, active: tuple[str, ...] = ()) -> list[str]:
+    return [job.id for job in await bench.claimed(worker, want, active)]
+
+
+async def test_expired_job_is_taken_over_with_what_was_published(bench: QueueBench) -> None:
+    dead, heir = await bench.worker("dead"), await bench.worker("heir")
+    job = await bench.one(dead)
+    await dead.append([tokens(job, 0, 2), tokens(job, 2, 3)])
+    assert await ids(bench, heir) == []  # the lease holds
+    await bench.die(dead)
+
+    (taken,) = await bench.claimed(heir)
+
+    assert (taken.published, taken.epoch, taken.claims, taken.taken_from) == (3, 2, 2, "dead")
+    assert (await heir.published("a")).ids == [0, 1, 2]
+    assert (await publish(dead, job, 3, 4)).status == "FENCED"
+    assert (await publish(heir, taken, 3, 4)).status == "OK"
+
+
+async def test_lease_holds_while_it_is_renewed(bench: QueueBench) -> None:
+    owner, other = await bench.worker("owner", lease=0.15), await bench.worker("other", lease=0.15)
+    job = await bench.one(owner)
+    end = time.monotonic() + 0.5
+
+    while time.monotonic() < end:
+        await owner.renew([job], {})
+        await other.renew([], {})
+        assert await ids(bench, other) == []
+
+    (entry,) = await bench.redis.xpending_range(bench.keys.jobs("normal", 0), "workers", "-", "+", 1)
+    assert (entry["consumer"], entry["times_delivered"]) == (b"owner", 1)  # JUSTID: renewals are no deliveries
+
+
+async def test_active_job_is_never_reclaimed_here(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    job = await bench.one(worker)
+    await bench.idle(worker)
+
+    assert await ids(bench, worker, active=("a",)) == []
+    assert (await publish(worker, job, 0, 1)).status == "OK"
+
+
+async def test_id_that_is_active_here_waits_when_it_was_submitted_again_after_its_record_was_lost(
+    bench: QueueBench,
+) -> None:
+    worker = await bench.worker()
+    await bench.one(worker)
+    await bench.redis.delete(bench.keys.job("a"))
+    await bench.redis.xtrim(bench.keys.jobs("normal", 0), 0)
+    await bench.submit("a")
+
+    assert await ids(bench, worker, active=("a",)) == []
+    await bench.idle(worker)
+    assert await ids(bench, worker) == ["a"]
+
+
+async def test_claim_whose_answer_was_lost_is_taken_up_by_the_next_one(bench: QueueBench, monkeypatch) -> None:
+    worker = await bench.worker(lease=60)
+    await bench.submit("held")
+    (held,) = await bench.claimed(worker)
+    await bench.submit("a")
+    real = worker.redis.evalsha
+
+    async def lost(*args: object) -> object:
+        await real(*args)
+        raise ConnectionError("the answer is lost")
+
+    monkeypatch.setattr(worker.redis, "evalsha", lost)
+    with pytest.raises(ConnectionError):
+        await worker.claim(8, ("held",))
+    monkeypatch.setattr(worker.redis, "evalsha", real)
+
+    (job,) = (await worker.claim(8, ("held",))).jobs
+
+    assert (job.id, job.epoch, job.attempt, job.claims) == ("a", 2, 0, 2)
+    assert held.id == "held"
+
+
+async def test_record_gone_and_reply_alive_goes_on_from_the_reply(bench: QueueBench) -> None:
+    dead, heir = await bench.worker("dead"), await bench.worker("heir")
+    job = await bench.one(dead)
+    await publish(dead, job, 0, 3)
+    await bench.redis.delete(bench.keys.job("a"))
+    await bench.die(dead)
+
+    (taken,) = await bench.claimed(heir)
+
+    assert taken.published == 3
+    assert (await publish(heir, taken, 3, 4)).status == "OK"
+    assert (await publish(dead, job, 3, 4)).status == "FENCED"
+
+
+async def test_record_gone_and_reply_ended_drops_the_entry(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    job = await bench.one(worker)
+    await finish(worker, job, 0)
+    await bench.redis.delete(bench.keys.job("a"))
+    await bench.submit("a")
+
+    reply = await worker.claim(8, ())
+
+    assert (reply.jobs, kinds(reply)) == ([], ["ended"])
+    assert await bench.entries("a") == [TERMINAL_ENTRY_ID]
+    await bench.clear_streams()
+
+
+async def test_reply_gone_and_tokens_published_goes_on_publishing_from_there(bench: QueueBench) -> None:
+    dead, heir = await bench.worker("dead"), await bench.worker("heir")
+    job = await bench.one(dead)
+    await publish(dead, job, 0, 3)
+    await bench.redis.delete(bench.keys.out("a"))
+    await bench.die(dead)
+
+    (taken,) = await bench.claimed(heir)
+
+    assert (taken.published, (await heir.published("a")).ids) == (3, [])
+    assert (await publish(heir, taken, 3, 5)).status == "OK"
+
+
+@pytest.mark.parametrize("older", ["record", "reply"])
+async def test_older_record_or_reply_after_a_failover_leaves_no_hole(bench: QueueBench, older: str) -> None:
+    dead, heir = await bench.worker("dead"), await bench.worker("heir")
+    job = await bench.one(dead)
+    await publish(dead, job, 0, 3)
+    key = bench.keys.job("a") if older == "record" else bench.keys.out("a")
+    copy = await bench.redis.dump(key)
+    await publish(dead, job, 3, 6)
+    await bench.redis.restore(key, 60_000, copy, replace=True)
+    await bench.die(dead)
+
+    (taken,) = await bench.claimed(heir)
+
+    assert taken.published == len((await heir.published("a")).ids) == (6 if older == "record" else 3)
+
+
+async def test_entry_deleted_while_pending_is_acked_away(bench: QueueBench) -> None:
+    dead, heir = await bench.worker("dead", lease=0.05), await bench.worker("heir", lease=0.05)
+    await bench.one(dead)
+    await bench.redis.xtrim(bench.keys.jobs("normal", 0), 0)
+
+    async def noted() -> list[str]:
+        await heir.renew([], {})
+        heir.scan_soon()
+        return kinds(await heir.claim(8, ()))
+
+    assert await until(noted, "the scan") == ["vanished"]
+    assert await bench.pending() == 0
+
+
+@pytest.mark.parametrize("how", ["destroyed", "stream deleted"])
+async def test_lost_group_is_made_again_at_id_0(bench: QueueBench, how: str) -> None:
+    worker = await bench.worker()
+    stream = bench.keys.jobs("normal", 0)
+    if how == "destroyed":
+        await bench.redis.xgroup_destroy(stream, "workers")
+    else:
+        await bench.redis.delete(stream)
+    await bench.submit("a")
+
+    reply = await worker.claim(8, ())
+
+    assert ([job.id for job in reply.jobs], reply.groups_made) == (["a"], 1)
+
+
+async def test_running_job_is_not_taken_from_its_live_worker_when_the_group_was_lost(bench: QueueBench) -> None:
+    owner, other = await bench.worker("owner"), await bench.worker("other")
+    job = await bench.one(owner)
+    await bench.redis.xgroup_destroy(bench.keys.jobs("normal", 0), "workers")
+
+    assert await ids(bench, other) == []
+    assert (await owner.renew([job], {})).answers[0].status == "OK"
+    (entry,) = await bench.redis.xpending_range(bench.keys.jobs("normal", 0), "workers", "-", "+", 1)
+    assert entry["consumer"] == b"owner"
+    assert (await publish(owner, job, 0, 1)).status == "OK"
