@@ -1,12 +1,13 @@
 """The synchronous heart: add, cancel, step, stats."""
 
 from collections import deque
+from collections.abc import Callable
 
 from engine.blocks import BlockPool, Namespace, UncachedPool
 from engine.config import EngineConfig
-from engine.request import Delta, FinishReason, Request, Stats
+from engine.request import Delta, Request, Stats
 from engine.runner import Handle, Runner
-from engine.scheduler import Scheduler
+from engine.scheduler import Plan, Scheduler
 from engine.sequence import Sequence
 from engine.validate import validate_config, validate_request
 from engine.wire import EngineInfo
@@ -18,8 +19,9 @@ class Engine:
     Raises ModelError and DeviceError (both ValueErrors) when the model or the settings are at fault.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, on_launch: Callable[[list[str]], None] | None = None) -> None:
         validate_config(config)
+        self._on_launch = on_launch  # told the requests of each step before the device sees it
         self.config = config
         self.runner = Runner(config)
         pool_kind = BlockPool if config.prefix_cache else UncachedPool
@@ -88,12 +90,12 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None:
             return False
+        if self._on_launch is not None:
+            self._on_launch([entry.sequence.id for entry in plan.entries])
         try:
             self._launched.append(self.runner.launch(plan))
-        except Exception as error:
-            self._fail([*self._launched], error)
-            self._launched.clear()
-            self._ended.extend(self.scheduler.fail(plan, f"the step failed: {error}"))
+        except Exception as error:  # whatever a kernel raises: the books must stay right, and the caller is told
+            self._fail([*(handle.plan for handle in self._launched), plan], error)
         return True
 
     def collect(self) -> list[Delta]:
@@ -109,25 +111,20 @@ class Engine:
         handle = self._launched.popleft()
         try:
             sampled = self.runner.collect(handle)
-        except Exception as error:
-            self._fail([handle, *self._launched], error)
-            self._launched.clear()
+        except Exception as error:  # a device reports its errors here
+            self._fail([handle.plan, *(later.plan for later in self._launched)], error)
             return []
         self._steps += 1
         return self.scheduler.commit(handle.plan, sampled)
 
-    def _fail(self, handles: list[Handle], error: Exception) -> None:
+    def _fail(self, plans: list[Plan], error: Exception) -> None:
         """Nothing of a failed step is published: its requests end with an error, and its blocks are given back."""
         self.failure = error
-        for handle in handles:
-            self._ended.extend(self.scheduler.fail(handle.plan, f"the step failed: {error}"))
+        self._launched.clear()
+        for plan in plans:
+            self._ended.extend(self.scheduler.fail(plan, f"the step failed: {error}"))
 
     # -- looking --------------------------------------------------------------------------------------------------
-
-    @property
-    def in_flight(self) -> list[str]:
-        """The requests of the steps that are launched and not collected."""
-        return [entry.sequence.id for handle in self._launched for entry in handle.plan.entries]
 
     def stats(self) -> Stats:
         counts, counters = self.pool.counts, self.scheduler.counters
@@ -184,6 +181,3 @@ class Engine:
             ("tenant", tenant),
             ("salt", request.cache_salt),
         )
-
-
-__all__ = ["Engine", "FinishReason"]

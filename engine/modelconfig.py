@@ -10,11 +10,22 @@ from engine.errors import ModelError
 
 # Keys that say nothing about the maths of a forward pass.
 HARMLESS = frozenset(
-    ["_name_or_path", "add_cross_attention", "architectures", "attention_dropout", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "is_llama_config", "label2id", "length_penalty", "max_length", "min_length", "mlp_dropout", "model_type", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "pruned_heads", "remove_invalid_values", "repetition_penalty", "resid_pdrop", "return_dict", "return_dict_in_generate", "rope_interleaved", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unsloth_version", "unsloth_fixed", "use_bfloat16", "use_cache"]
+    """_name_or_path add_cross_attention architectures attention_dropout auto_map bad_words_ids begin_suppress_tokens
+    bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
+    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder is_llama_config
+    label2id length_penalty max_length min_length mlp_dropout model_type no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
+    problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
+    return_dict_in_generate rope_interleaved sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unsloth_version unsloth_fixed use_bfloat16 use_cache""".split()  # noqa: SIM905
 )
 # Keys read below.
 READ = frozenset(
-    ["attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types", "max_position_embeddings", "max_window_layers", "mlp_bias", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings", "use_sliding_window", "vocab_size"]
+    """attention_bias head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings
+    max_window_layers mlp_bias num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters
+    rope_scaling rope_theta sliding_window tie_word_embeddings use_sliding_window vocab_size""".split()  # noqa: SIM905
 )
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = {

@@ -28,12 +28,12 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list[int])
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
+    logit_bias: dict[int, float] = field(default_factory=dict[int, float])
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -41,12 +41,12 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 class Request(Struct, frozen=True, kw_only=True):
     """A generation request. `output` are tokens already published by an earlier worker; sampling goes on after them.
 
-    `isolate` gives the request steps of its own until its first new token (a suspect of killing workers is tried alone).
+    `isolate` gives the request steps of its own until its first new token (for one suspected of killing workers).
     """
 
     id: str
     tokens: list[int]
-    output: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list[int])
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str | None = None
     tenant: str | None = None
@@ -73,7 +73,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: FinishReason | None = None

@@ -9,7 +9,7 @@ from engine.modelconfig import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per position of each of the head_dim / 2 planes, float32. Su et al. 2021; llama3: Meta's Llama 3.1 release."""
+    """Radians per position of each of the head_dim / 2 planes, float32. Su et al. 2021; Llama 3.1's release."""
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.kind == "linear":
         return frequencies / rope.factor
@@ -19,7 +19,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _stretch_long_waves(frequencies: Tensor, rope: Rope) -> Tensor:
-    """Waves longer than the original context are stretched by the factor, short ones kept, those between interpolated."""
+    """Waves longer than the original context are stretched by the factor, short ones kept, others blended."""
     wave = 2 * math.pi / frequencies
     turns = rope.original_max_positions / wave
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

@@ -36,7 +36,7 @@ class Handle:
 
 
 class Runner:
-    """Computes plans. `launch` starts a step and `collect` waits for it, so that the next one can be planned between."""
+    """Computes plans. `launch` starts a step and `collect` waits for it, so the next can be planned between."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.device = choose_device(config.device)

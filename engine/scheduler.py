@@ -1,7 +1,7 @@
 """Which tokens the next step computes, and what a finished step means. No torch.
 
-There are no phases: `computed` chases `length`. A prefill, a chunk of one, a decode and a recompute after preemption are
-all "the next `count` positions of this sequence".
+There are no phases: `computed` chases `length`. A prefill, a chunk of one, a decode and a recompute after preemption
+are all "the next `count` positions of this sequence".
 """
 
 from collections import deque
@@ -32,9 +32,10 @@ class Entry(Struct, frozen=True):
 class Plan(Struct):
     """One step: its entries, and what changed in the device's rows since the plan before (differences only)."""
 
-    entries: list[Entry] = field(default_factory=list)
-    opened: list[Sequence] = field(default_factory=list)  # rows to set up
-    blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index, block): table entries to write
+    entries: list[Entry] = field(default_factory=list[Entry])
+    opened: list[Sequence] = field(default_factory=list[Sequence])  # rows to set up
+    # (row, index, block): table entries to write
+    blocks: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
 
     @property
     def tokens(self) -> int:
@@ -126,7 +127,7 @@ class Scheduler:
         return bool(plan.entries)
 
     def _plan_running(self, plan: Plan) -> tuple[int, bool]:
-        """Give every running sequence its tokens, in admission order. Returns the budget left and whether one was preempted."""
+        """Give every running sequence its tokens, in admission order. Returns the budget left and if any lost its row."""
         budget, preempted, index = self.max_step_tokens, False, 0
         while index < len(self.running) and budget:
             sequence = self.running[index]

@@ -1,4 +1,4 @@
-"""From a checkpoint on disk to parameters on a device: strictly. Every tensor is used, none is missing or mis-shaped."""
+"""From a checkpoint on disk to parameters on a device: strictly. Every tensor is used, none missing or mis-shaped."""
 
 import warnings
 from collections.abc import Iterator

@@ -2,7 +2,14 @@
 
 from msgspec import Struct, msgpack
 
+from engine.config import EngineConfig
 from engine.request import Delta, Request, Stats
+
+
+class Begin(Struct, frozen=True, tag=True):
+    """The first frame: what to load."""
+
+    config: EngineConfig
 
 
 class Add(Struct, frozen=True, tag=True):
@@ -59,8 +66,14 @@ class Ready(Struct, frozen=True, tag=True):
     info: EngineInfo
 
 
+class Launching(Struct, frozen=True, tag=True):
+    """The requests of the steps from here on; sent when they change, so that the parent knows whom a crash may blame."""
+
+    ids: list[str]
+
+
 class Stepped(Struct, frozen=True, tag=True):
-    """What one step brought, and the counters after it. `rejected` deltas of `Add` come the same way."""
+    """What one step brought, and the counters after it. Refusals of `Add`, and idle snapshots, come the same way."""
 
     deltas: list[Delta]
     stats: Stats
@@ -69,7 +82,7 @@ class Stepped(Struct, frozen=True, tag=True):
 class Failed(Struct, frozen=True, tag=True):
     """The engine cannot go on (or could not start); the process ends after this frame.
 
-    `in_flight` names the requests of the step that failed. `refused` is true when the settings or the model are at fault.
+    `in_flight` names the requests of the step that failed. `refused`: the settings or the model are at fault.
     """
 
     message: str
@@ -77,8 +90,8 @@ class Failed(Struct, frozen=True, tag=True):
     refused: bool = False
 
 
-Command = Add | Cancel | Hold | Unhold | ClearCache | Stop
-Report = Loading | Ready | Stepped | Failed
+Command = Begin | Add | Cancel | Hold | Unhold | ClearCache | Stop
+Report = Loading | Ready | Launching | Stepped | Failed
 
 HEADER_BYTES = 4
 _encoder = msgpack.Encoder()

@@ -227,7 +227,7 @@ class _Chunk:
         return out
 
     def _attend_rows(self, q: Tensor, tiles: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """The rows from the tile's first on: their attention within the tile and its log-sum, in chunks of agreeing size."""
+        """The rows from the tile's first on: attention within the tile and its log-sum, in agreeing chunks."""
         start, first, mask = self._tile_rows[number]
         chunk = _score_rows(self.keys, q.shape[-1], q.device).chunk
         outs, log_sums = list[Tensor](), list[Tensor]()
@@ -245,7 +245,7 @@ class _Chunk:
 
 
 def _tile_layout(batch: AttentionBatch, sequence: Tensor, tile: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """For (sequence, tile) pairs: their block numbers, flat, and which of their keys lie beyond the length [pairs, keys].
+    """For (sequence, tile) pairs: their blocks, flat, and which keys lie beyond the length [pairs, keys].
 
     Past a table's end its last column is repeated; those keys are beyond the length.
     """

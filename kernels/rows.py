@@ -1,9 +1,9 @@
 """Matrix products whose rows do not depend on one another.
 
-Stock matrix products pick their algorithm by the number of rows, and with it the order of accumulation: the same row may
-come out with other bits in a batch of 1 and of 37. Which row counts agree differs by processor, library and shape, so it
-is measured once per shape, on random data: counts that gave the same bits as the fixed tile of `TILE` rows are used as
-they are; other inputs are padded to one that did, and cut where no larger one did.
+Stock matrix products pick their algorithm by the number of rows, and with it the order of accumulation: the same row
+may come out with other bits in a batch of 1 and of 37. Which row counts agree differs by processor, library and shape,
+so it is measured once per shape, on random data: counts that gave the same bits as the fixed tile of `TILE` rows are
+used as they are; other inputs are padded to one that did, and cut where no larger one did.
 """
 
 from collections.abc import Callable

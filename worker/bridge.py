@@ -1,0 +1,183 @@
+"""The only door between asyncio and the engine: starts its process, sends it commands, hands on what it reports."""
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from engine.config import EngineConfig
+from engine.request import Delta, Request, Stats
+from engine.wire import (
+    HEADER_BYTES,
+    Add,
+    Begin,
+    Cancel,
+    ClearCache,
+    Command,
+    EngineInfo,
+    Failed,
+    Hold,
+    Launching,
+    Loading,
+    Ready,
+    Report,
+    Stepped,
+    Stop,
+    Unhold,
+    encode_frame,
+    report_decoder,
+)
+
+STOP_SECONDS = 5.0  # a step may still be running when the child is told to stop
+_log = structlog.get_logger("gllm")
+
+
+class EngineRefused(Exception):
+    """The engine could not start, and would not next time: the model or the settings are at fault."""
+
+
+class EngineDied(Exception):
+    """The engine's process ended or failed. `in_flight` are the requests of the step that it was in."""
+
+    def __init__(self, message: str, in_flight: list[str]) -> None:
+        super().__init__(message)
+        self.in_flight = in_flight
+
+
+class Bridge:
+    """A running engine process. All methods but `start`, `deltas` and `close` return at once."""
+
+    info: EngineInfo
+
+    def __init__(self) -> None:
+        self.stats = Stats()
+        self.stats_time = time.monotonic()
+        self.last_step = time.monotonic()  # when the engine last showed progress
+        self.loading: list[Loading] = []
+        self.busy = False  # requests were added that have not ended
+        self._active: set[str] = set()
+        self._in_flight: list[str] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, config: EngineConfig) -> None:
+        """Start the process and wait until the model is loaded. Raises EngineRefused or EngineDied."""
+        await self._spawn()
+        self._send(Begin(config))
+        while True:
+            report = await self._receive()
+            match report:
+                case Loading():
+                    self.loading.append(report)
+                case Ready(info):
+                    self.info = info
+                    self.last_step = time.monotonic()
+                    return
+                case _:
+                    raise AssertionError(f"the engine reported {report!r} while loading")
+
+    def add(self, request: Request) -> None:
+        self._active.add(request.id)
+        if not self.busy:
+            self.last_step = time.monotonic()
+        self.busy = True
+        self._send(Add(request))
+
+    def cancel(self, request_id: str) -> None:
+        self._send(Cancel(request_id))
+
+    def hold(self, request_id: str) -> None:
+        self._send(Hold(request_id))
+
+    def unhold(self, request_id: str) -> None:
+        self._send(Unhold(request_id))
+
+    def clear_cache(self) -> None:
+        self._send(ClearCache())
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """One list a step, for as long as the engine lives. Raises EngineDied."""
+        while True:
+            report = await self._receive()
+            if isinstance(report, Launching):
+                self._in_flight = report.ids
+            elif isinstance(report, Stepped):
+                self._note(report)
+                if report.deltas:
+                    yield report.deltas
+
+    async def close(self) -> None:
+        """Stop the process; kill it if it does not end by itself."""
+        with suppress(OSError):
+            self._send(Stop())
+        try:
+            await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        self._writer.close()
+        for task in self._tasks:
+            await task
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        root = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "engine.child",
+                str(theirs.fileno()),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": path},
+            )
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._tasks.append(asyncio.create_task(self._relay_output()))
+
+    async def _relay_output(self) -> None:
+        """What the engine's process prints (libraries' warnings, a crash's traceback) goes into our log, line by line."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            if text := line.decode(errors="replace").rstrip():
+                _log.warning("engine_output", line=text)
+
+    def _send(self, command: Command) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(encode_frame(command))
+
+    async def _receive(self) -> Report:
+        try:
+            header = await self._reader.readexactly(HEADER_BYTES)
+            body = await self._reader.readexactly(int.from_bytes(header, "big"))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            status = await self._process.wait()
+            raise EngineDied(f"the engine's process ended with status {status}", self._blamed()) from None
+        report = report_decoder.decode(body)
+        if isinstance(report, Failed):
+            if report.refused:
+                raise EngineRefused(report.message)
+            raise EngineDied(report.message, report.in_flight)
+        return report
+
+    def _blamed(self) -> list[str]:
+        """The requests of the step in flight; those that have ended since are not among them."""
+        return [request_id for request_id in self._in_flight if request_id in self._active]
+
+    def _note(self, report: Stepped) -> None:
+        self.stats, self.stats_time = report.stats, time.monotonic()
+        self.last_step = self.stats_time
+        for delta in report.deltas:
+            if delta.finish_reason is not None:
+                self._active.discard(delta.id)
+        self.busy = bool(self._active)
