@@ -7,7 +7,7 @@ because `GLLM_X=${X:-}` is how compose files pass on what nobody set.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ from msgspec import Struct
 
 from engine.config import Device, Dtype, EngineConfig
 from engine.request import MAX_SEED
-from gllm.connection import connect_sync, redact
 from gllm.keys import Keys
 
 DEFAULT_REDIS = "redis://localhost:6379/0"
@@ -91,7 +90,7 @@ class Resolved(Struct, frozen=True, kw_only=True):
     def lines(self) -> list[str]:
         """`name = value  # source`, one line a setting; the password in a Redis URL is hidden."""
         values = {name: getattr(self.settings, name) for name in self.sources}
-        values["redis"] = redact(values["redis"])
+        values["redis"] = _redacted(values["redis"])
         shown = {name: f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()}
         width = max(map(len, shown.values()))
         return [f"{line:<{width}}  # {self.sources[name]}" for name, line in shown.items()]
@@ -160,15 +159,23 @@ def text(value: str) -> str:
 
 
 def redis_url(value: str) -> str:
+    from gllm.connection import connect_sync  # redis-py is slow to load, and `gllm --help` has no use for it
+
     connect_sync(value).close()
     return value
+
+
+def _redacted(url: str) -> str:
+    from gllm.connection import redact
+
+    return redact(url)
 
 
 def queue_name(value: str) -> str:
     return Keys(value).queue
 
 
-OPTIONS = (
+OPTIONS: tuple[Option, ...] = (
     Option(name="model", read=text, help="smollm2, a GGUF file, a Hugging Face directory or a hub id."),
     Option(name="redis", read=redis_url, help="Redis URL: redis://, rediss:// or unix://.", also=("GLLM_REDIS_URL",)),
     Option(name="queue", read=queue_name, help="Queue to serve; one queue serves one model."),
@@ -203,11 +210,16 @@ OPTIONS = (
 )
 
 
-def resolve(flags: Mapping[str, str | bool | None], environ: Mapping[str, str]) -> Resolved:
-    """The settings that follow from flags (by setting name; None: not given) and environment. Raises SettingsError."""
+def resolve(
+    flags: Mapping[str, str | bool | None], environ: Mapping[str, str], options: Sequence[Option] = OPTIONS
+) -> Resolved:
+    """The settings that follow from flags (by setting name; None: not given) and environment. Raises SettingsError.
+
+    Only what `options` names is looked at: a producer's command is not disturbed by a worker's variables.
+    """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for option in OPTIONS:
+    for option in options:
         given, source = _given(option, flags, environ)
         sources[option.name] = source
         if given is not None:

@@ -1,0 +1,69 @@
+"""The command `gllm`. What a command needs is imported when it runs: a producer has neither torch nor structlog."""
+
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from worker.cli_jobs import cancel_command, submit_command, tail_command
+from worker.cli_options import need_extra, resolved, setting_options
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="gllm")
+def main() -> None:
+    """LLM generation over Redis: workers take jobs from a queue and write each reply to a stream of its own."""
+
+
+@main.command("worker")
+@setting_options()
+@click.option("--print-config", is_flag=True, help="Show every setting, and where its value came from; start nothing.")
+def worker_command(print_config: bool, **flags: Any) -> None:
+    """Serve a queue until SIGTERM. A flag wins over its variable, a variable over the default."""
+    result = resolved(flags)
+    if print_config:
+        click.echo("\n".join(result.lines()))
+        return
+    need_extra("gllm worker", "worker")
+    from worker import logs
+
+    logs.configure(result.settings.log_format, result.settings.log_level)
+    from worker.service import run  # after the logs: what these imports warn of is to be JSON as well
+
+    sys.exit(run(result.settings))
+
+
+@main.command("demo")
+@setting_options("model", "device", "dtype")
+@click.option(
+    "--redis", "redis_url", help="A Redis to use; default: an embedded one.  [env: GLLM_REDIS, GLLM_REDIS_URL]"
+)
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Most tokens of each reply.")
+@click.option("--plain", is_flag=True, help="Plain lines also on a terminal.")
+def demo_command(redis_url: str | None, max_tokens: int, plain: bool, **flags: Any) -> NoReturn:
+    """Eight chats at once on a small real model: streamed live, then a table. Needs nothing running."""
+    result = resolved({**flags, "redis": redis_url}, "model", "device", "dtype", "redis")
+    need_extra("gllm demo", "worker")
+    from worker.demo import DemoOptions, run
+
+    own_redis = result.sources["redis"] != "default"
+    settings = result.settings
+    sys.exit(
+        run(
+            DemoOptions(
+                model=settings.model,
+                device=settings.device,
+                dtype=settings.dtype,
+                redis=settings.redis if own_redis else None,
+                max_tokens=max_tokens,
+                plain=plain,
+            )
+        )
+    )
+
+
+for command in (submit_command, tail_command, cancel_command):
+    main.add_command(command)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The commands of a producer: submit, tail and cancel. They need nothing but `pip install gllm`."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from worker.cli_options import resolved, setting_options
+
+if TYPE_CHECKING:
+    from gllm.reply import Reply
+    from gllm.sync import SyncClient
+
+INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended
+
+
+@click.command("submit")
+@click.argument("prompt", required=False)
+@setting_options("redis", "queue")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user's message, through the model's chat template.")
+@click.option("--system", help="A system message before it; implies --chat.")
+@click.option("--max-tokens", type=int, help="Most tokens of the reply; default: up to the model's limit.")
+@click.option("--temperature", type=float, help="0 is greedy; default: 1.")
+@click.option("--top-p", type=float)
+@click.option("--top-k", type=int)
+@click.option("--seed", type=int)
+@click.option("--stop", multiple=True, help="End before this text; may be given several times.")
+@click.option("--set", "fields", multiple=True, metavar="NAME=JSON", help="Any other field of a job, like min_p=0.1.")
+@click.option("--id", "job_id", help="The job's id; default: a random one. A queue takes an id once.")
+@click.option("--priority", default="normal", show_default=True, help="high, normal or low.")
+@click.option("--affinity", help="Jobs that share this go to one shard.")
+@click.option("--tenant", help="Whose job it is; the prefix cache does not cross tenants.")
+@click.option("--detach", is_flag=True, help="Print the job's id and leave.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON line per event instead of text.")
+def submit_command(
+    prompt: str | None, redis: str | None, queue: str | None, detach: bool, as_json: bool, **given: Any
+) -> NoReturn:
+    """Add a job and stream its reply. PROMPT is its text; - reads standard input."""
+    from gllm.validate import job_from
+
+    routing = {name: given.pop(name) for name in ("priority", "affinity", "tenant")}
+    job_id, fields = given.pop("job_id"), _job_fields(prompt, **given)
+    with connected(redis, queue) as client:
+        submitted = client.submit(job_from(**fields), id=job_id, **routing)
+        if detach:
+            click.echo(submitted)
+            sys.exit(0)
+        click.echo(f"job {submitted}", err=True)
+        sys.exit(follow(client, submitted, "0-0", as_json))
+
+
+def _job_fields(
+    prompt: str | None, chat: bool, system: str | None, fields: tuple[str, ...], stop: tuple[str, ...], **sampling: Any
+) -> dict[str, Any]:
+    job = {name: value for name, value in sampling.items() if value is not None}
+    job.update(map(_field, fields))
+    if stop:
+        job["stop"] = list(stop)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if text is None:
+        return job
+    if not chat and system is None:
+        return {**job, "prompt": text}
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return {**job, "messages": [*before, {"role": "user", "content": text}]}
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        raise click.UsageError(f"--set: NAME=JSON expected, got {text!r}") from None
+
+
+@click.command("tail")
+@click.argument("job_id", metavar="ID")
+@setting_options("redis", "queue")
+@click.option("--from", "last_id", default="0-0", help="Go on behind this entry of the reply; default: its beginning.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON line per event instead of text.")
+def tail_command(job_id: str, redis: str | None, queue: str | None, last_id: str, as_json: bool) -> NoReturn:
+    """Stream the reply of a job that was submitted before, as far as it is written and then live."""
+    with connected(redis, queue) as client:
+        sys.exit(follow(client, job_id, last_id, as_json))
+
+
+@click.command("cancel")
+@click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
+@setting_options("redis", "queue")
+def cancel_command(job_ids: tuple[str, ...], redis: str | None, queue: str | None) -> NoReturn:
+    """End jobs early. What they have written stays readable. Exit status 1 if one had ended already."""
+    with connected(redis, queue) as client:
+        wished = {job_id: client.cancel(job_id) for job_id in job_ids}
+    for job_id, wish in wished.items():
+        click.echo(f"{job_id}: {'cancelling' if wish else 'had ended already'}")
+    sys.exit(0 if all(wished.values()) else 1)
+
+
+@contextmanager
+def connected(redis: str | None, queue: str | None) -> Iterator["SyncClient"]:
+    """A client of the queue that flags and environment name. What the outside can cause becomes a one-line error."""
+    settings = resolved({"redis": redis, "queue": queue}, "redis", "queue").settings
+    from redis.exceptions import RedisError
+
+    from gllm.client import QueueFull
+    from gllm.connection import connect_sync, redact
+    from gllm.reply import ReplyError
+    from gllm.sync import SyncClient
+
+    try:
+        with connect_sync(settings.redis) as probe:
+            probe.ping()  # a client bears with an absent Redis for a minute; a person at a terminal should not have to
+        with SyncClient(settings.redis, settings.queue) as client:
+            yield client
+    except RedisError as error:
+        raise click.ClickException(f"Redis at {redact(settings.redis)}: {error}") from None
+    except (ValueError, ReplyError, QueueFull) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def follow(client: "SyncClient", job_id: str, last_id: str, as_json: bool) -> int:
+    """Writes a reply to the terminal as it comes; the exit status: 0 when the model ended it."""
+    ended, entry = "", last_id
+    try:
+        for reply in client.stream(job_id, last_id):
+            entry = reply.entry
+            click.echo(_json_line(reply) if as_json else visible(reply.text), nl=as_json)
+            ended = _ending(reply) or ended
+    except KeyboardInterrupt:
+        click.echo(f"\ninterrupted; the job goes on. Read on: gllm tail {job_id} --from {entry}", err=True)
+        return INTERRUPTED
+    if not as_json:
+        click.echo()
+    if ended not in ("stop", "length", ""):
+        click.echo(f"Error: job {job_id}: {ended}", err=True)
+        return 1
+    return 0
+
+
+def _ending(reply: "Reply") -> str:
+    from gllm.protocol import Done, Error
+
+    if isinstance(reply.event, Error):
+        return f"{reply.event.code}: {reply.event.message}"
+    return reply.event.finish_reason if isinstance(reply.event, Done) else ""
+
+
+def _json_line(reply: "Reply") -> str:
+    import msgspec
+
+    return msgspec.json.encode({"entry": reply.entry, "event": reply.event}).decode()
+
+
+def visible(text: str) -> str:
+    """A model's text for a terminal: control characters, which could steer it, are shown as their symbols."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text.replace("\x7f", "␡"))
