@@ -1,8 +1,8 @@
 """Chat messages to token ids, as the model's authors meant: their Jinja template, rendered in a sandbox.
 
 The environment is that of transformers' `apply_chat_template` (trim_blocks, lstrip_blocks, loop controls, `tojson`
-without HTML escaping, `raise_exception`, `strftime_now`, `{% generation %}`), so the ids are equal. Two things differ on
-purpose: what messages say is never read as a control token, and the time is the job's, so that a job keeps its prompt.
+without HTML escaping, `raise_exception`, `strftime_now`, `{% generation %}`), so the ids are equal. Two things differ
+on purpose: what messages say is never read as a control token, and the date is the job's, so a job keeps its prompt.
 """
 
 import json
