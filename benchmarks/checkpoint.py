@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging
 
 from engine.modelconfig import ModelConfig
 from engine.weights import open_checkpoint
@@ -13,6 +14,7 @@ def huggingface_directory(model: Path, scratch: Path) -> Path:
     """`model` itself when it is a Hugging Face directory, else a copy of the GGUF file as one, in `scratch`."""
     if model.is_dir():
         return model
+    logging.disable_progress_bar()
     with open_checkpoint(str(model)) as (config, source, _):
         state = {name: source.read(name).to(torch.bfloat16) for name in source.names()}
         twin = AutoModelForCausalLM.from_config(_hf_config(config), dtype=torch.bfloat16)

@@ -25,7 +25,7 @@ class Memory(Struct, frozen=True):
 
 
 def measure(model: Path, kv_blocks: int, threads: int) -> Memory:
-    """Load, compute 16 prompts of 1,024 tokens and decode, in a process of its own."""
+    """Load, compute sixteen long prompts and decode, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.memory", str(model), str(kv_blocks), str(threads)]
     done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -42,7 +42,8 @@ def _block_bytes(model: Path) -> int:
 def main() -> None:
     model, kv_blocks, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     engine = Ours(model, prefix_cache=True, kv_blocks=kv_blocks, threads=threads)
-    engine.run(random_prompts(16, 1024, load_config(model).vocab_size, seed=1), 8)
+    length = min(1024, kv_blocks * BLOCK_SIZE // 2)
+    engine.run(random_prompts(16, length, load_config(model).vocab_size, seed=1), 8)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps({"peak": peak * (1 if sys.platform == "darwin" else 1024)}))
 
