@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from worker.cli_options import resolved, setting_options
+from worker.terminal import visible
 
 if TYPE_CHECKING:
     from gllm.reply import Reply
@@ -59,13 +60,20 @@ def _job_fields(
     job.update(map(_field, fields))
     if stop:
         job["stop"] = list(stop)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
     if text is None:
         return job
     if not chat and system is None:
         return {**job, "prompt": text}
     before = [] if system is None else [{"role": "system", "content": system}]
     return {**job, "messages": [*before, {"role": "user", "content": text}]}
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise click.ClickException(f"standard input is no UTF-8: {error}") from None
 
 
 def _field(text: str) -> tuple[str, Any]:
@@ -152,10 +160,3 @@ def _json_line(reply: "Reply") -> str:
     import msgspec
 
     return msgspec.json.encode({"entry": reply.entry, "event": reply.event}).decode()
-
-
-def visible(text: str) -> str:
-    """A model's text for a terminal: control characters, which could steer it, are shown as their symbols."""
-    if not sys.stdout.isatty():
-        return text
-    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text.replace("\x7f", "␡"))
