@@ -28,11 +28,8 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 OTHER = "other"
 FINISH_REASONS = ("stop", "length", "cancelled", "deadline")
 ERROR_CODES = ("invalid", "unsupported", "too_large", "max_attempts", "internal")
-TAKEOVERS = ("redelivered", "resumed", "released", "promoted", "duplicate", "dead_letter")
-REPAIRS = (
-    "fenced", "repaired", "paused", "group_lost", "script_lost", "vanished", "malformed", "unburied", "reconnected",
-    "consumer_reaped",
-)  # fmt: skip
+TAKEOVERS = ("redelivered", "resumed", "released", "duplicate", "dead_letter")
+REPAIRS = ("fenced", "repaired", "paused", "group_lost", "entry_lost", "reconnected", "consumer_reaped")
 REDIS_ERRORS = ("transient", "group_lost", "fenced", "fatal")
 ENGINE_LABELS = ("model", "device", "dtype", "deterministic", "numerics")
 

@@ -1,15 +1,27 @@
 """The worker's metrics: exact names, counts that agree, labels that stay bounded, and nothing that can stop serving."""
 
+import ast
 import math
 import random
 import time
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.request import Stats
 from engine.wire import EngineInfo
-from worker.metrics import BUCKETS, ERROR_CODES, FINISH_REASONS, JobClock, Metrics
+from worker import metrics as metrics_module
+from worker.metrics import (
+    BUCKETS,
+    ERROR_CODES,
+    FINISH_REASONS,
+    REDIS_ERRORS,
+    REPAIRS,
+    TAKEOVERS,
+    JobClock,
+    Metrics,
+)
 
 HISTOGRAMS = ("time_to_first_token", "inter_token", "job", "queue_wait")
 
@@ -302,6 +314,24 @@ def test_series_stay_constant_whatever_the_jobs_contain() -> None:
     assert found['gllm_jobs_total{outcome="other"}'] == 1000
     assert found['gllm_recoveries_total{path="other"}'] == 1000
     assert found['gllm_redis_errors_total{class="other"}'] == 1000
+
+
+def test_every_path_and_class_that_the_worker_counts_is_in_the_lists() -> None:
+    """Else it would be counted as `other`, and nobody would know what healed."""
+    known = {
+        "recovery": {*TAKEOVERS, *REPAIRS},
+        "redis_error": set(REDIS_ERRORS),
+        "jobs": {*FINISH_REASONS, *ERROR_CODES},
+    }
+    calls = [
+        (node.func.attr, node.args[0].value)
+        for path in sorted(Path(metrics_module.__file__).parent.glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
+        if node.func.attr in known and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
+    ]
+    assert calls
+    assert [call for call in calls if call[1] not in known[call[0]]] == []
 
 
 def test_series_exist_before_the_first_event() -> None:
