@@ -6,15 +6,18 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import msgspec
 import pytest
 import redis
 
 from gllm.client import Client, QueueFull
+from gllm.connection import connect_sync
 from gllm.keys import Keys, shard_of
 from gllm.protocol import TERMINAL_ENTRY_ID, InvalidJob, Job, Tokens
 from gllm.reply import Hole, JobFailed, Reply, ReplyExpired, Rewound
+from tests.servers import Server, binaries
 
 
 @pytest.fixture
@@ -250,6 +253,35 @@ async def test_client_does_not_notice_killed_connections(client: Client, scribe)
         assert [token for reply in replies for token in reply.ids] == list(range(12))
 
 
+async def test_client_reads_on_after_a_restart_of_the_server(
+    server_kind: str, tmp_path: Path, keys: Keys, scribe
+) -> None:
+    """Redis is away for a while, and comes back with what its append-only file has."""
+    server = Server(binaries()[server_kind], tmp_path, "--appendonly", "yes", "--appendfsync", "always")
+    server.start()
+    try:
+        with connect_sync(server.url) as raw:
+            own = type(scribe)(raw, keys, "job1")
+            own.start()
+            own.tokens(0, 0, [1], "a")
+            async with Client(server.url, keys.queue) as client, reading(client, "job1") as (replies, task):
+                await until(lambda: joined(replies) == "a", "the first token is read")
+                server.stop(kill=True)
+                submitting = asyncio.create_task(client.submit(prompt="x", id="meanwhile"))
+                await asyncio.sleep(0.3)  # long enough for both calls to meet the absence
+                assert not task.done()
+                assert not submitting.done()
+                server.start()
+                own.tokens(1, 1, [2], "b")
+                own.done(2)
+                await until(task.done, "the stream has ended")
+                assert joined(replies) == "ab"
+                assert await submitting == "meanwhile"
+            assert raw.xlen(keys.jobs("normal", 0)) == 1
+    finally:
+        server.stop(kill=True)
+
+
 async def test_client_reads_on_in_an_older_copy_after_a_failover(client: Client, scribe) -> None:
     """The stream is put back to its second token; the worker repairs from there in other entries."""
     scribe.start()
@@ -258,7 +290,7 @@ async def test_client_reads_on_in_an_older_copy_after_a_failover(client: Client,
     scribe.tokens(2, 2, [3, 4], "cd")
     async with reading(client, scribe.id) as (replies, task):
         await until(lambda: joined(replies) == "abcd", "everything is read")
-        scribe.raw.restore(scribe.out, 0, older, replace=True)
+        scribe.restore(older)
         kill_readers(scribe.raw)
         scribe.resume(2, 7)
         scribe.tokens(2, 2, [3], "c")
@@ -274,7 +306,7 @@ async def test_client_raises_rewound_when_the_failover_lost_what_it_read(client:
     scribe.tokens(0, 0, [1, 2], "ab")
     async with reading(client, scribe.id) as (replies, task):
         await until(lambda: joined(replies) == "ab", "everything is read")
-        scribe.raw.restore(scribe.out, 0, older, replace=True)
+        scribe.restore(older)
         scribe.tokens(0, 0, [1, 9], "az")
         kill_readers(scribe.raw)
         await until(task.done, "the stream has ended")

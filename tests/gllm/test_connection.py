@@ -10,6 +10,7 @@ import redis
 import redis.exceptions as errors
 
 from gllm.connection import Patience, connect, connect_sync, is_transient, redact
+from tests.servers import Server, binaries
 
 
 def settings_of(client: object) -> dict:
@@ -81,14 +82,17 @@ async def test_connection_speaks_resp2_with_bytes(server_url: str) -> None:
         assert plain.get("resp") == b"x"
 
 
-async def test_connection_through_a_unix_socket(server_url: str, raw: redis.Redis) -> None:
-    path = raw.config_get("unixsocket").get("unixsocket") or None
-    if path is None:
-        pytest.skip("this server has no unix socket")
-    async with connect(f"unix://{Path(path)}?db=0") as client:
-        assert await client.ping()
-    with connect_sync(f"unix://{Path(path)}") as plain:
-        assert plain.ping()
+async def test_connection_through_a_unix_socket(server_kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "redis.sock"
+    server = Server(binaries()[server_kind], tmp_path, "--unixsocket", str(path), "--save", "")
+    server.start()
+    try:
+        async with connect(f"unix://{path}?db=0") as client:
+            assert await client.ping()
+        with connect_sync(f"unix://{path}") as plain:
+            assert plain.ping()
+    finally:
+        server.stop()
 
 
 async def test_connection_sends_a_command_once_when_its_answer_is_lost() -> None:
