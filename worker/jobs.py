@@ -1,0 +1,283 @@
+"""The jobs of this worker: what the engine, Redis and the clock have to say about each, and where it goes then."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, Protocol
+
+import structlog
+
+from engine.request import Delta, FinishReason, Request
+from engine.wire import EngineInfo
+from worker import logs
+from worker.active import ActiveJob
+from worker.metrics import Metrics
+from worker.queue import Claimed
+
+BUFFER_TOKENS = 256  # unpublished tokens of a job, while Redis is away, after which it is not stepped any more
+BUFFER_LOW = 128  # and how few of them let it go on
+
+
+class Steps(Protocol):
+    """The commands of the bridge; none of them blocks."""
+
+    def add(self, request: Request) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def hold(self, request_id: str) -> None: ...
+    def unhold(self, request_id: str) -> None: ...
+
+
+class Jobs:
+    """All jobs from claim to end. It listens to the publisher (see `publisher.Listener`) and tells it what changed."""
+
+    def __init__(self, worker: str, info: EngineInfo, engine: Steps, metrics: Metrics) -> None:
+        self.changed: Callable[[ActiveJob], None] = lambda job: None  # set to the publisher's
+        self.forget: Callable[[ActiveJob], None] = lambda job: None
+        self.on_room: Callable[[], None] = lambda: None  # a job has been admitted or has ended
+        self.on_acquitted: Callable[[], None] = lambda: None  # a suspect has made a token, or is gone
+        self._worker = worker
+        self._info = info
+        self._engine = engine
+        self._metrics = metrics
+        self._jobs: dict[str, ActiveJob] = {}
+        self._paused = False
+        self._gone = asyncio.Event()
+        self._log = structlog.get_logger()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[ActiveJob]:
+        return iter(list(self._jobs.values()))
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._jobs)
+
+    @property
+    def claimed(self) -> list[Claimed]:
+        return [job.claimed for job in self._jobs.values()]
+
+    @property
+    def room(self) -> int:
+        """Jobs that the engine could take now: rows that are free, none while something waits to be admitted."""
+        running = [job for job in self._jobs.values() if job.terminal is None]
+        waits = any(job.in_engine and not job.started for job in running)
+        return 0 if waits else max(0, self._info.max_sequences - len(running))
+
+    @property
+    def stepping(self) -> bool:
+        """Whether the engine has something to step."""
+        return any(job.in_engine and not job.holds for job in self._jobs.values())
+
+    def owns(self, job: ActiveJob) -> bool:
+        """Whether the job is still to be worked on."""
+        return self._jobs.get(job.id) is job and job.terminal is None
+
+    async def wait_empty(self) -> None:
+        """Until every job has ended or gone."""
+        while self._jobs:
+            self._gone.clear()
+            await self._gone.wait()
+
+    def take(self, claimed: Claimed) -> ActiveJob:
+        """A job was claimed."""
+        job = self._jobs[claimed.id] = ActiveJob(claimed, self._metrics)
+        path = "" if claimed.claims == 1 else ("redelivered" if claimed.taken_from else "released")
+        if path:
+            self._metrics.recovery(path)
+        self._log_job(job, logs.JOB_REDELIVERED if path else logs.JOB_CLAIMED, published=claimed.published)
+        return job
+
+    def start(self, job: ActiveJob, request: Request) -> None:
+        """Hand a prepared job to the engine."""
+        job.in_engine = True
+        self._engine.add(request)
+        if self._paused:
+            self._hold(job, "pause")
+
+    # -- what the engine says -------------------------------------------------------------------------------------
+
+    def step(self, deltas: Iterable[Delta]) -> None:
+        """What one step brought. Deltas of jobs that have ended or gone are left-overs of a cancel."""
+        for delta in deltas:
+            job = self._jobs.get(delta.id)
+            if job is not None and job.terminal is None and job.reply is not None:
+                self._apply(job, delta)
+
+    def _apply(self, job: ActiveJob, delta: Delta) -> None:
+        if delta.finish_reason is FinishReason.ERROR:
+            self._engine_refused(job, delta.error or "the engine gave no reason")
+            return
+        if not job.started:
+            self._admitted(job, delta)
+        job.preemptions = delta.usage.preemptions
+        if delta.prompt_logprobs is not None:
+            job.set_prompt_logprobs(delta.prompt_logprobs)
+        ending = job.push(delta.tokens, delta.logprobs)
+        if ending is not None:
+            self.end(job, ending.finish_reason, ending.stop, in_engine=delta.finish_reason is None)
+        elif delta.finish_reason is not None:
+            self.end(job, _reason(delta.finish_reason), in_engine=False)
+        elif job.unpublished >= BUFFER_TOKENS:
+            self._hold(job, "buffer")
+        self.changed(job)
+
+    def _admitted(self, job: ActiveJob, delta: Delta) -> None:
+        job.admitted(self._worker, self._info.numerics, self._info.deterministic, delta.usage.cached_tokens)
+        resumed = job.claimed.published > 0
+        if resumed:
+            self._metrics.recovery("resumed")
+        self._log_job(job, logs.JOB_RESUMED if resumed else logs.JOB_STARTED, prompt_tokens=job.prompt_tokens)
+        self.on_room()
+
+    def _engine_refused(self, job: ActiveJob, message: str) -> None:
+        code, _, text = message.partition(": ")
+        if code == "invalid" or code == "too_large":
+            self.fail(job, code, text)
+        else:
+            self.fail(job, "internal", message)
+
+    # -- how a job ends -------------------------------------------------------------------------------------------
+
+    def end(
+        self,
+        job: ActiveJob,
+        reason: Literal["stop", "length", "cancelled", "deadline"],
+        stop: str | int | None = None,
+        *,
+        in_engine: bool = True,
+    ) -> None:
+        """Give the job its terminal event, unless it has one. `in_engine`: the engine does not know of the end."""
+        if self.owns(job):
+            job.done(reason, stop)
+            self._leave_engine(job, cancel=in_engine)
+            self.changed(job)
+
+    def fail(
+        self,
+        job: ActiveJob,
+        code: Literal["invalid", "unsupported", "too_large", "internal"],
+        message: str,
+        *,
+        retryable: bool = False,
+    ) -> None:
+        """End the job with an error, unless it has ended."""
+        if self.owns(job):
+            job.failed(code, message, retryable=retryable)
+            self._log_job(job, logs.JOB_REJECTED, code=code, message=message)
+            self._leave_engine(job, cancel=True)
+            self.changed(job)
+
+    def _leave_engine(self, job: ActiveJob, *, cancel: bool) -> None:
+        if job.in_engine and cancel:
+            self._engine.cancel(job.id)
+        job.in_engine = False
+        self.on_room()
+
+    def end_overdue(self, now_ms: int) -> None:
+        """End the jobs whose deadline has passed on Redis' clock."""
+        for job in self:
+            if job.claimed.deadline_ms is not None and job.claimed.deadline_ms <= now_ms:
+                self.end(job, "deadline")
+
+    def drop(self, job: ActiveJob) -> None:
+        """It is not this worker's any more; nothing is written of it."""
+        if self._jobs.get(job.id) is job:
+            del self._jobs[job.id]
+            self._gone.set()
+            self.forget(job)
+            self._leave_engine(job, cancel=True)
+            self._acquit(job)
+
+    # -- what Redis says (publisher.Listener, and the lease) ------------------------------------------------------
+
+    def published(self, job: ActiveJob) -> None:
+        if job.on_trial and job.published > job.claimed.published:
+            self._acquit(job)
+        if job.unpublished <= BUFFER_LOW:
+            self._unhold(job, "buffer")
+
+    def _acquit(self, job: ActiveJob) -> None:
+        if job.on_trial:
+            job.on_trial = False
+            self.on_acquitted()
+
+    def repaired(self, job: ActiveJob) -> None:
+        self._metrics.recovery("repaired")
+        self._log_job(job, logs.JOB_REPAIRED, n=job.published)
+
+    def cancelled(self, job: ActiveJob) -> None:
+        if self.owns(job):
+            self._log_job(job, logs.JOB_CANCELLED)
+            self.end(job, "cancelled")
+
+    def fenced(self, job: ActiveJob) -> None:
+        if self._jobs.get(job.id) is job:
+            self._metrics.redis_error("fenced")
+            self._metrics.recovery("fenced")
+            self._log_job(job, logs.JOB_FENCED)
+            self.drop(job)
+
+    def unpublishable(self, job: ActiveJob, message: str) -> None:
+        """Only its reply's key can be at fault. The finish script ends it, with a dead letter if all else fails."""
+        if self.owns(job):
+            job.give_up()
+            self.fail(job, "internal", f"the reply cannot be written: {message}")
+
+    def ended(self, job: ActiveJob) -> None:
+        if self._jobs.pop(job.id, None) is not None:
+            self._gone.set()
+            job.clock.end(job.outcome, time.monotonic())
+            self._log_job(job, logs.JOB_ENDED, outcome=job.outcome, tokens=job.n)
+            self._acquit(job)
+            self.on_room()
+
+    def renewed(self, claimed: Claimed, status: str) -> None:
+        """The answer of a renewal about one job."""
+        job = self._jobs.get(claimed.id)
+        if job is None or job.claimed is not claimed:
+            return
+        if status == "FENCED":
+            self.fenced(job)
+        elif status == "CANCEL":
+            self.cancelled(job)
+
+    # -- holding --------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Self-fence: step nothing, keep everything."""
+        self._paused = True
+        for job in self._jobs.values():
+            self._hold(job, "pause")
+
+    def resume(self) -> None:
+        self._paused = False
+        for job in self._jobs.values():
+            self._unhold(job, "pause")
+
+    def _hold(self, job: ActiveJob, why: str) -> None:
+        if job.in_engine and not job.holds:
+            self._engine.hold(job.id)
+        if job.in_engine:
+            job.holds.add(why)
+
+    def _unhold(self, job: ActiveJob, why: str) -> None:
+        if why in job.holds:
+            job.holds.discard(why)
+            if job.in_engine and not job.holds:
+                self._engine.unhold(job.id)
+
+    def _log_job(self, job: ActiveJob, event: str, **fields: object) -> None:
+        write = self._log.debug if event == logs.JOB_CLAIMED else self._log.info
+        write(event, job=job.id, epoch=job.claimed.epoch, attempt=job.claimed.claims, **fields)
+
+
+def _reason(reason: FinishReason) -> Literal["stop", "length", "cancelled"]:
+    match reason:
+        case FinishReason.STOP:
+            return "stop"
+        case FinishReason.LENGTH:
+            return "length"
+        case _:
+            return "cancelled"

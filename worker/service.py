@@ -1,0 +1,180 @@
+"""The worker: starting -> ready -> draining -> stopped, and failed from anywhere."""
+
+import asyncio
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+import structlog
+
+from gllm.connection import connect
+from gllm.keys import Keys
+from worker import logs
+from worker.bridge import Bridge, EngineDied, EngineRefused
+from worker.claimer import BLOCK_MS
+from worker.config import Settings
+from worker.health import Address, Health, PortError, serve
+from worker.lease import patience
+from worker.metrics import Metrics
+from worker.models import ModelError
+from worker.queue import Queue, QueueMismatch
+from worker.running import Clients, Running, Shutdown
+from worker.startup import Model, RedisRefused, join_queue, load_model
+
+OK, FAILED, REFUSED = 0, 1, 2  # exit status: ended as asked; died with work to do; could not even start
+BELL_TIMEOUT = BLOCK_MS / 1000 + 2.0  # a blocking read must outlast its BLOCK
+
+
+def run(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status of the process."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_run(settings))
+
+
+async def _run(settings: Settings) -> int:
+    service = Service(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, service.shutdown.signal)
+    return await service.run()
+
+
+class Service:
+    """One worker process. `bridge` and `load` are for tests; they need a running event loop, as all of it does."""
+
+    def __init__(
+        self, settings: Settings, bridge: Bridge | None = None, load: Callable[[str], Model] = load_model
+    ) -> None:
+        self.settings = settings
+        self.shutdown = Shutdown()
+        self.health = Health()
+        self.metrics = Metrics()
+        self.address: Address | None = None
+        self.name = worker_name()
+        self._bridge = bridge or Bridge()
+        self._load = load
+        self._log = structlog.get_logger()
+
+    async def run(self) -> int:
+        """Start, serve, drain; the exit status."""
+        settings = self.settings
+        self._log.info(
+            logs.STARTING, worker=self.name, queue=settings.queue, model=settings.model, lease=settings.lease
+        )
+        try:
+            async with serve(settings.metrics_host, settings.metrics_port, self.health, self.metrics) as address:
+                self.address = address
+                self._log.info(logs.METRICS_LISTENING, host=address.host, port=address.port)
+                return await self._serve()
+        except PortError as error:
+            return self._refuse(logs.METRICS_FAILED, error)
+
+    async def _serve(self) -> int:
+        clients = self._clients()
+        starting = asyncio.create_task(self._start(clients))
+        stop = asyncio.create_task(self.shutdown.requested.wait())
+        try:
+            await asyncio.wait((starting, stop), return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                return OK
+            return await self._work(starting.result())
+        except (ModelError, EngineRefused) as error:
+            return self._refuse(logs.ENGINE_REFUSED, error)
+        except QueueMismatch as error:
+            return self._refuse(logs.QUEUE_MISMATCH, error)
+        except RedisRefused as error:
+            return self._refuse(logs.REDIS_REFUSED, error)
+        except EngineDied as error:
+            return self._fail(error)
+        finally:
+            for task in (starting, stop):
+                task.cancel()
+            await asyncio.gather(starting, stop, return_exceptions=True)
+            await self._bridge.close()
+            await clients.close()
+            self._log.info(logs.STOPPED, worker=self.name)
+
+    def _clients(self) -> Clients:
+        url, name = self.settings.redis, self.name
+        lease = connect(url, socket_timeout=patience(self.settings.lease), name=name)
+        return Clients(connect(url, name=name), lease, connect(url, socket_timeout=BELL_TIMEOUT, name=name))
+
+    async def _start(self, clients: Clients) -> Running:
+        """Load the engine and wait for Redis, side by side."""
+        settings = self.settings
+        self.health.to("starting", "loading the model")
+        model = await asyncio.to_thread(self._load, settings.model)
+        self._log.info(logs.MODEL_LOADING, path=str(model.path), digest=model.digest)
+        queue = Queue(clients.main, Keys(settings.queue), self.name, lease=settings.lease)
+        eos = tuple(sorted(model.tokenizer.eos_ids))
+        loading = asyncio.create_task(self._bridge.start(settings.engine_config(model.path, eos)))
+        joining = asyncio.create_task(join_queue(queue, settings.redis, model.digest))
+        try:
+            await _all_or_first_error(loading, joining)
+        finally:
+            for task in (loading, joining):
+                task.cancel()
+            await asyncio.gather(loading, joining, return_exceptions=True)
+        self._loaded()
+        return Running(queue, clients, self._bridge, model, self.health, self.metrics)
+
+    def _loaded(self) -> None:
+        bridge, metrics = self._bridge, self.metrics
+        for phase in bridge.loading:
+            self._log.info(logs.ENGINE_LOADING, phase=phase.phase, seconds=round(phase.seconds, 3))
+        info = bridge.info
+        self._log.info(
+            logs.ENGINE_READY,
+            device=info.device,
+            dtype=info.dtype,
+            deterministic=info.deterministic,
+            numerics=info.numerics,
+            kv_blocks=info.kv_blocks,
+            max_model_len=info.max_model_len,
+        )
+        metrics.set_engine(info)
+        metrics.engine_stats = lambda: bridge.stats
+        metrics.engine_stats_time = lambda: bridge.stats_time
+
+    async def _work(self, running: Running) -> int:
+        assert self.address is not None
+        self._log.info(logs.READY, worker=self.name, url=f"http://{self.address.host}:{self.address.port}")
+        failure = await running.serve(self.shutdown, self.settings.grace)
+        return OK if failure is None else self._fail(failure)
+
+    def _refuse(self, event: str, error: Exception) -> int:
+        self.health.to("failed", str(error))
+        self._log.error(event, message=str(error))
+        return REFUSED
+
+    def _fail(self, error: Exception) -> int:
+        self.health.to("failed", str(error))
+        event = logs.ENGINE_DIED if isinstance(error, EngineDied) else logs.FAILED
+        expected = isinstance(error, (EngineDied, QueueMismatch))
+        self._log.error(event, message=f"{type(error).__name__}: {error}", exc_info=None if expected else error)
+        return FAILED
+
+
+async def _all_or_first_error(*tasks: "asyncio.Task[None]") -> None:
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        task.result()
+
+
+def worker_name() -> str:
+    """host-pid-64 random bits: new at each start, so that an epoch that a failover hands out twice is still fenced."""
+    host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:64] or "host"
+    return f"{host}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

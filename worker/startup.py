@@ -1,0 +1,56 @@
+"""What happens before a worker serves: its model is found, Redis is waited for, the queue is joined."""
+
+import asyncio
+from pathlib import Path
+
+import structlog
+from msgspec import Struct
+from redis.exceptions import RedisError
+
+from gllm.connection import redact
+from worker import logs
+from worker.connection import classify
+from worker.digest import model_digest
+from worker.models import resolve_model
+from worker.queue import Queue
+from worker.tokenizer import Tokenizer, load_tokenizer
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between attempts to reach Redis; there is no last attempt
+
+
+class Model(Struct, frozen=True):
+    """A model's files and tokenizer, and the digest of both."""
+
+    path: Path
+    tokenizer: Tokenizer
+    digest: str
+
+
+class RedisRefused(Exception):
+    """An answer of Redis that no waiting will cure."""
+
+
+def load_model(name: str) -> Model:
+    """Find a model and load its tokenizer; the engine loads the weights. Raises ModelError."""
+    path = resolve_model(name)
+    tokenizer = load_tokenizer(path)
+    return Model(path, tokenizer, model_digest(path, tokenizer.digest))
+
+
+async def join_queue(queue: Queue, url: str, model: str) -> None:
+    """Wait for Redis, however long it takes, and join. Raises QueueMismatch or RedisRefused."""
+    log, pause, attempt = structlog.get_logger(), FIRST_PAUSE, 0
+    while True:
+        attempt += 1
+        try:
+            groups = await queue.join(model)
+            log.info(logs.REDIS_CONNECTED, redis=redact(url), queue=queue.keys.queue, groups_made=groups)
+            return
+        except (RedisError, OSError) as error:
+            text = f"{type(error).__name__}: {error}"
+            if classify(error) == "fatal":
+                raise RedisRefused(f"{redact(url)}: {text}") from error
+        if attempt & (attempt - 1) == 0:  # the 1st, 2nd, 4th, 8th … attempt: a long wait must not fill the log
+            log.warning(logs.REDIS_WAITING, redis=redact(url), error=text, attempt=attempt, again_in=pause)
+        await asyncio.sleep(pause)
+        pause = min(pause * 2, LONGEST_PAUSE)
