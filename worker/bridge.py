@@ -34,6 +34,7 @@ from engine.wire import (
     report_decoder,
 )
 
+ROOT = str(Path(__file__).resolve().parent.parent)  # where our packages are, also when they are not installed
 STOP_SECONDS = 5.0  # a step may still be running when the child is told to stop
 _log = structlog.get_logger("gllm")
 
@@ -111,6 +112,10 @@ class Bridge:
                 if report.deltas:
                     yield report.deltas
 
+    def kill(self) -> None:
+        """End the process at once (it hangs); `deltas` then raises EngineDied with the requests of its step."""
+        self._process.kill()
+
     async def close(self) -> None:
         """Stop the process; kill it if it does not end by itself."""
         with suppress(OSError):
@@ -128,11 +133,11 @@ class Bridge:
 
     async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
-        root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # never import from the current directory
                 "-m",
                 "engine.child",
                 str(theirs.fileno()),
@@ -146,7 +151,7 @@ class Bridge:
         self._tasks.append(asyncio.create_task(self._relay_output()))
 
     async def _relay_output(self) -> None:
-        """What the engine's process prints (libraries' warnings, a crash's traceback) goes into our log, line by line."""
+        """What the engine's process prints (warnings, a crash's traceback) goes into our log, line by line."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             if text := line.decode(errors="replace").rstrip():
