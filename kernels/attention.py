@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.rows import TILE, RowCounts
+from kernels.rows import LARGE, TILE, RowCounts, cancelling
 
 KEYS_PER_TILE = 256  # larger tiles waste work on short contexts, smaller ones cost more merges on long ones
 
@@ -69,16 +69,16 @@ def paged_attention(q: Tensor, kv: Tensor, batch: AttentionBatch, scale: float) 
 
 
 @cache
-def _score_rows(keys: int, width: int, device: torch.device) -> RowCounts:
+def _row_counts(keys: int, width: int, device: torch.device) -> RowCounts:
     """Which numbers of query rows give the same bits in both products with a tile of `keys` keys."""
-    generator = torch.Generator(device).manual_seed(0)
-    k = torch.randn(2, 3, keys, width, generator=generator, device=device)
 
-    def product(q: Tensor) -> Tensor:  # [rows, D] -> [rows, D], by way of a batched product like those below
-        batch = q.expand(3, *q.shape)
-        return torch.bmm(torch.bmm(batch, k[0].transpose(1, 2)), k[1]).transpose(0, 1).flatten(1)
+    def measure(outputs: int, inner: int, *, transposed: bool) -> RowCounts:
+        x, w = cancelling(LARGE[-1], outputs, inner, torch.float32, device)
+        right = w.expand(3, -1, -1).contiguous() if transposed else w.T.expand(3, -1, -1).contiguous()
+        right = right.transpose(1, 2) if transposed else right
+        return RowCounts.measure(lambda rows: torch.bmm(rows.expand(3, -1, -1), right).transpose(0, 1), x)
 
-    return RowCounts(product, lambda rows: torch.randn(rows, width, generator=generator, device=device))
+    return measure(keys, width, transposed=True).both(measure(width, keys, transposed=False))
 
 
 def _gather(kv: Tensor, blocks: Tensor, invalid: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class _Decodes:
     def attend(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
         count, heads, width = q.shape
         group = self.heads.group
-        rows = _score_rows(self.keys, width, q.device).padded(group)
+        rows = _row_counts(self.keys, width, q.device).padded(group)
         padded = q.new_zeros(count, self.heads.kv, rows, width, dtype=torch.float32)
         torch.mul(q.view(count, self.heads.kv, group, width), scale, out=padded[:, :, :group])
         return self._attend(padded, kv)[:, :, :group].reshape(count, heads, width).to(q.dtype)
@@ -229,7 +229,7 @@ class _Chunk:
     def _attend_rows(self, q: Tensor, tiles: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """The rows from the tile's first on: attention within the tile and its log-sum, in agreeing chunks."""
         start, first, mask = self._tile_rows[number]
-        chunk = _score_rows(self.keys, q.shape[-1], q.device).chunk
+        chunk = _row_counts(self.keys, q.shape[-1], q.device).chunk
         outs, log_sums = list[Tensor](), list[Tensor]()
         for offset in range(start, q.shape[1], chunk):
             part = (

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention import AttentionBatch, paged_attention
-from kernels.rows import LARGE, RowCounts
+from kernels.rows import LARGE, RowCounts, cancelling
 
 WIDE = 16384  # outputs wider than this (vocabulary heads) are probed with few rows only: they are rarely given more
 
@@ -71,11 +71,6 @@ class TorchBackend:
 
     @staticmethod
     def _probe(weight: Tensor, bias: Tensor | None) -> RowCounts:
-        generator = torch.Generator(weight.device).manual_seed(0)
-
-        def sample(rows: int) -> Tensor:
-            shape = (rows, weight.shape[1])
-            return torch.randn(shape, generator=generator, device=weight.device).to(weight.dtype)
-
-        large = LARGE if weight.shape[0] <= WIDE else LARGE[:4]
-        return RowCounts(lambda rows: F.linear(rows, weight, bias), sample, large)
+        rows = 128 if weight.shape[0] > WIDE else LARGE[-1]
+        x, stand_in = cancelling(rows, weight.shape[0], weight.shape[1], weight.dtype, weight.device)
+        return RowCounts.measure(lambda part: F.linear(part, stand_in, bias), x)

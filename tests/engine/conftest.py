@@ -1,0 +1,44 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from engine import Engine, EngineConfig
+from tests.engine import models
+
+Checkpoints = Callable[..., tuple[Path, PreTrainedModel]]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """checkpoints(kind, **config) -> directory and HF model; made once per session."""
+    made: dict[str, tuple[Path, PreTrainedModel]] = {}
+
+    def get(kind: str = "llama", **changes: Any) -> tuple[Path, PreTrainedModel]:
+        key = repr((kind, sorted(changes.items())))
+        if key not in made:
+            directory = tmp_path_factory.mktemp(kind)
+            made[key] = directory, models.save(directory, kind, **changes)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture
+def make_engine(checkpoints: Checkpoints) -> Callable[..., Engine]:
+    """make_engine(kind=..., **EngineConfig): an engine on a tiny checkpoint, in float32 unless told otherwise."""
+
+    def make(kind: str = "llama", model: str | None = None, **settings: Any) -> Engine:
+        path = model or str(checkpoints(kind)[0])
+        defaults: dict[str, Any] = {
+            "device": "cpu",
+            "dtype": "float32",
+            "block_size": 4,
+            "kv_blocks": 256,
+            "threads": 1,
+        }
+        return Engine(EngineConfig(model=path, **defaults | settings))
+
+    return make
