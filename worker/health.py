@@ -55,7 +55,9 @@ class Health:
     def describe(self) -> str:
         """One line for people: the state, why, and what is in the way."""
         head = f"{self.state}: {self.reason}" if self.reason else self.state
-        return "; ".join([head, *(f"{name}: {reason}" for name, reason in sorted(self._blocks.items()))])
+        if not self._blocks:
+            return head
+        return f"{head}, but not now; " + "; ".join(f"{name}: {why}" for name, why in sorted(self._blocks.items()))
 
 
 class Address(NamedTuple):

@@ -50,7 +50,7 @@ async def test_lost_redis_makes_a_worker_unready_but_keeps_it_alive() -> None:
     async with serve("127.0.0.1", 0, health, Metrics()) as address:
         health.block("redis", "connection refused")
         status, _, body = await get(address, "/readyz")
-        assert (status, body) == (503, b"ready; redis: connection refused\n")
+        assert (status, body) == (503, b"ready, but not now; redis: connection refused\n")
         assert (await get(address, "/livez"))[0] == 200
         health.unblock("redis")
         assert (await get(address, "/readyz"))[0] == 200
@@ -64,7 +64,7 @@ def test_two_blocks_are_lifted_one_by_one() -> None:
     health.unblock("redis")
     health.unblock("redis")
     assert not health.ready
-    assert health.describe() == "ready; engine: held"
+    assert health.describe() == "ready, but not now; engine: held"
     health.unblock("engine")
     assert health.ready
 
