@@ -20,7 +20,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from worker.control import Hiding, map_strings
+from worker.control import Hiding, PromptError, map_strings
 from worker.models import ModelError
 from worker.tokenizer import PLACEHOLDERS, Tokenizer
 
@@ -31,7 +31,7 @@ MAX_SECONDS = 5.0  # rendering a body of 4 MiB takes well under one
 Messages = Sequence[dict[str, Any]]
 
 
-class ChatFailed(ValueError):
+class ChatFailed(PromptError):
     """The template refused the messages, failed on them, or went beyond its limits."""
 
 
@@ -56,13 +56,13 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template is foreign code and may raise anything; the job is what fails
             reason = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
-            raise ChatFailed(f"messages: the chat template failed: {reason}") from error
+            raise ChatFailed(f"the chat template failed: {reason}") from error
 
 
 def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, messages: Messages, now: datetime) -> list[int]:
     """The ids of a conversation. Strings in the messages that spell control tokens are encoded as plain text.
 
-    Raises ChatFailed, or TooManySpans for a job that spells more different ones than there are placeholders.
+    Raises PromptError, also for a job that spells more different ones than there are placeholders.
     """
     control, names = tokenizer.control, tokenizer.named_tokens
     whole, chat = _hide(messages, control.spans)
@@ -89,7 +89,7 @@ def _bounded(parts: Any) -> str:
         kept.append(part)
         length += len(part)
         if length > MAX_RENDERED:
-            raise ChatFailed(f"messages: the chat template wrote more than {MAX_RENDERED} characters")
+            raise ChatFailed(f"the chat template wrote more than {MAX_RENDERED} characters")
     return "".join(kept)
 
 
@@ -176,4 +176,4 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def _check_clock(self) -> None:
         if time.monotonic() > self._deadline:
-            raise ChatFailed(f"messages: the chat template took more than {MAX_SECONDS:g} seconds")
+            raise ChatFailed(f"the chat template took more than {MAX_SECONDS:g} seconds")

@@ -56,8 +56,8 @@ class ControlTokens:
         return next((length for length in self._lengths if text[start : start + length] in self._ids), 0)
 
 
-class TooManySpans(ValueError):
-    """More different control strings in one job than there are placeholders."""
+class PromptError(ValueError):
+    """A prompt that cannot become ids. The message says why; whoever knows the field puts its name before it."""
 
 
 class Hiding:
@@ -89,10 +89,11 @@ class Hiding:
         return self._own.sub(lambda found: self._mark(found[0]), text)
 
     def _mark(self, span: str) -> str:
+        """The span's placeholder. Raises PromptError when there are more different spans than placeholders."""
         if span not in self._mark_of:
             mark = next(self._free, None)
             if mark is None:
-                raise TooManySpans(f"messages: more than {len(self._mark_of)} different control strings in the text")
+                raise PromptError(f"more than {len(self._mark_of)} different control strings in the text")
             self._mark_of[span] = mark
         return self._mark_of[span]
 

@@ -7,15 +7,15 @@ from typing import Literal
 from engine.request import Request, SamplingParams
 from engine.wire import EngineInfo
 from gllm.protocol import Job
-from worker.chat import ChatFailed, ChatTemplate, encode_chat
-from worker.control import TooManySpans
+from gllm.validate import shown
+from worker.chat import ChatTemplate, encode_chat
+from worker.control import PromptError
 from worker.text import ReplyText
 from worker.tokenizer import Tokenizer
 
 PLAIN = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 LOGPROBS = ("logprobs", "prompt_logprobs")
-SHOWN = 64  # characters of a value that an error message shows
 
 
 class JobRejected(ValueError):
@@ -49,8 +49,8 @@ class Intake:
         self._check_ids(job)
         try:
             ids = self._encode(job, submitted_ms)
-        except (ChatFailed, TooManySpans) as error:
-            raise JobRejected("invalid", str(error)) from error
+        except PromptError as error:
+            raise JobRejected("invalid", f"{_prompt_field(job)}: {error}") from error
         self._check_prompt(job, ids)
         self._check_room(job, len(ids))
         return ids
@@ -95,17 +95,11 @@ class Intake:
         if job.token_ids is not None:
             return list(job.token_ids)
         if job.prompt is not None:
-            return self._encode_text(job.prompt, job.parse_special)
+            return self.tokenizer.encode(job.prompt, parse_special=job.parse_special)
         if self._template is None:
             raise JobRejected("unsupported", f"messages: the model has no chat template{self._other_templates()}")
         now = datetime.now(UTC) if submitted_ms is None else datetime.fromtimestamp(submitted_ms / 1000, UTC)
         return encode_chat(self.tokenizer, self._template, job.messages or [], now)
-
-    def _encode_text(self, text: str, parse_special: bool) -> list[int]:
-        try:
-            return self.tokenizer.encode(text, parse_special=parse_special)
-        except ValueError as error:
-            raise JobRejected("invalid", f"prompt: {error}") from error
 
     def _other_templates(self) -> str:
         names = ", ".join(sorted(self.tokenizer.chat_templates))
@@ -125,7 +119,7 @@ class Intake:
     def _check_prompt(self, job: Job, ids: Sequence[int]) -> None:
         field = _prompt_field(job)
         if not ids:
-            raise JobRejected("invalid", f"{field}: no tokens in {_shown(getattr(job, field))}")
+            raise JobRejected("invalid", f"{field}: no tokens in {shown(getattr(job, field))}")
         if max(ids) >= self.info.vocab_size:
             content = self.tokenizer.content(max(ids))
             self._check_vocabulary(f"{field}: {content!r}", [max(ids)])
@@ -147,8 +141,3 @@ def _prompt_field(job: Job) -> Literal["prompt", "messages", "token_ids"]:
     if job.prompt is not None:
         return "prompt"
     return "messages" if job.messages is not None else "token_ids"
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

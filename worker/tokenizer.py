@@ -5,6 +5,7 @@
 - There is exactly one beginning-of-sequence token where the tokenizer adds one, also if the text spells it already.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -13,13 +14,13 @@ import msgspec
 import tokenizers
 
 from worker import pieces
-from worker.control import ControlTokens
+from worker.control import ControlTokens, PromptError
 from worker.gguf_tokenizer import read_gguf
 from worker.stops import Symbol
 from worker.tokenizer_files import TokenizerFiles, read_directory
 
 PLACEHOLDERS = [chr(0xF0000 + i) for i in range(512)]  # private use; stand for spans that must stay plain text
-_PLACEHOLDER_SET = frozenset(PLACEHOLDERS)
+_PLACEHOLDER = re.compile("([" + "".join(PLACEHOLDERS) + "])")
 
 
 def load_tokenizer(path: Path) -> "Tokenizer":
@@ -43,8 +44,6 @@ class Tokenizer:
         self._backend = backend
         self._plain = _twin(backend)
         self._plain.encode_special_tokens = True
-        self._guarded = _twin(backend)
-        self._guarded.add_special_tokens([tokenizers.AddedToken(mark, normalized=False) for mark in PLACEHOLDERS])
         self._bos_id = _added_first(backend)
         self.control = ControlTokens(special)
         self.special_ids = frozenset(special.values())
@@ -65,9 +64,9 @@ class Tokenizer:
     def encode(self, text: str, parse_special: bool = True, add_special: bool = True) -> list[int]:
         """The ids of a text. Without `parse_special` control tokens in it are plain text.
 
-        `add_special` adds what the tokenizer puts around a text. Raises ValueError for text that is no Unicode.
+        `add_special` adds what the tokenizer puts around a text. Raises PromptError for text that is no Unicode.
         """
-        ids = _encode(self._backend if parse_special else self._plain, text, add_special)
+        (ids,) = _encode(self._backend if parse_special else self._plain, [text], add_special)
         if add_special and self._bos_id is not None:
             while ids[:2] == [self._bos_id, self._bos_id]:
                 del ids[0]
@@ -75,12 +74,13 @@ class Tokenizer:
 
     def encode_guarded(self, text: str, hidden: Mapping[str, str]) -> list[int]:
         """The ids of a rendered chat in which the placeholders `hidden` stand for text that must not be parsed."""
-        if not hidden:
-            return self.encode(text, add_special=False)
-        ids = _encode(self._guarded, text, add_special=False)
-        marks = _PLACEHOLDER_SET.intersection(text)
-        plain = {self._guarded.token_to_id(mark): self._encode_inside(hidden.get(mark, mark)) for mark in marks}
-        return [part for token in ids for part in plain.get(token, (token,))]
+        first, *rest = _PLACEHOLDER.split(text) if hidden else [text]
+        marks, between = rest[::2], rest[1::2]
+        plain = dict(zip(set(marks), _encode_inside(self._plain, [hidden.get(m, m) for m in set(marks)]), strict=True))
+        ids = self.encode(first, add_special=False)
+        for mark, after in zip(marks, _encode_inside(self._backend, between), strict=True):
+            ids += plain[mark] + after
+        return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of some ids, without any clean-up. Ids that the tokenizer does not have are no text."""
@@ -94,21 +94,24 @@ class Tokenizer:
         """The characters of a text, with an id in place of each control token that it spells."""
         return self.control.symbols(text)
 
-    def _encode_inside(self, text: str) -> list[int]:
-        """Plain text that stands inside a longer one: without the space that some tokenizers put before a beginning."""
-        line_end = _encode(self._plain, "\n", add_special=False)
-        ids = _encode(self._plain, "\n" + text, add_special=False)
-        if ids[: len(line_end)] == line_end:
-            return ids[len(line_end) :]
-        return _encode(self._plain, text, add_special=False)
 
-
-def _encode(backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list[int]:
+def _encode(backend: tokenizers.Tokenizer, texts: Sequence[str], add_special: bool = False) -> list[list[int]]:
     """`encode_batch_fast` lets other threads run, which `encode` does not."""
     try:
-        return backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+        return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=add_special)]
     except (UnicodeEncodeError, TypeError) as error:
-        raise ValueError(f"text that is no valid Unicode: {error}") from error
+        raise PromptError(f"text that is no valid Unicode: {error}") from error
+
+
+def _encode_inside(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of texts that stand inside longer ones: without the space that some tokenizers put before a beginning.
+
+    Each is encoded after a line end, whose ids are taken off again, or by itself where it joined the line end.
+    """
+    line_end, *found = _encode(backend, ["\n", *("\n" + text for text in texts)])
+    joined = [i for i, ids in enumerate(found) if ids[: len(line_end)] != line_end]
+    alone = dict(zip(joined, _encode(backend, [texts[i] for i in joined]), strict=True))
+    return [alone[i] if i in alone else ids[len(line_end) :] for i, ids in enumerate(found)]
 
 
 def _twin(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -119,9 +122,8 @@ def _twin(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
             setattr(twin, part, value)
     added = backend.get_added_tokens_decoder()
     twin.add_tokens([added[number] for number in sorted(added)])
-    if twin.get_added_tokens_decoder() == added:
-        return twin
-    return tokenizers.Tokenizer.from_str(backend.to_str())  # ids with holes between them cannot be added one by one
+    assert twin.get_added_tokens_decoder() == added, "the library counts added tokens on from the vocabulary"
+    return twin
 
 
 def _added_first(backend: tokenizers.Tokenizer) -> int | None:

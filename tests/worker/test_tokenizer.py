@@ -1,0 +1,179 @@
+"""Tokenizers as model directories hold them: ids and texts equal to the library's, and what is refused."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tokenizers import decoders, processors
+
+from tests.worker import text_fixtures as fixtures
+from worker.control import PromptError
+from worker.models import ModelError
+from worker.tokenizer import load_tokenizer
+
+TEXTS = ("", "a", "Hello  world", " é漢😀\n\t 12345", "<|im_start|>user\nhi<|im_end|>", "\x00\ufffd\u0301")
+
+
+def test_ids_equal_the_library_and_texts_come_back() -> None:
+    for build in (fixtures.byte_level_backend, fixtures.llama_backend):
+        backend = build()
+        tokenizer = fixtures.loaded(backend)
+        for text in TEXTS:
+            assert tokenizer.encode(text) == backend.encode(text).ids
+            assert tokenizer.encode(text, add_special=False) == backend.encode(text, add_special_tokens=False).ids
+    tokenizer = fixtures.loaded(fixtures.byte_level_backend())
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
+
+
+def test_control_tokens_are_parsed_or_not_as_asked() -> None:
+    tokenizer = fixtures.loaded(fixtures.byte_level_backend())
+    text = "a<|im_end|>b"
+    assert 2 in tokenizer.encode(text)
+    plain = tokenizer.encode(text, parse_special=False)
+    assert 2 not in plain
+    assert tokenizer.decode(plain) == text
+    assert tokenizer.encode("no such token", parse_special=False) == tokenizer.encode("no such token")
+
+
+def test_there_is_exactly_one_beginning_of_sequence() -> None:
+    tokenizer = fixtures.loaded(fixtures.llama_backend(), bos_token="<s>")
+    for text in ("ab", "<s>ab", "<s><s>ab"):
+        ids = tokenizer.encode(text)
+        assert ids[0] == 1
+        assert ids.count(1) == 1
+    assert 1 not in tokenizer.encode("ab", add_special=False)
+    assert tokenizer.encode("<s>ab", parse_special=False).count(1) == 1
+    assert tokenizer.encode("ab<s>").count(1) == 2, "only the beginning is ours to judge"
+
+
+def test_a_tokenizer_that_adds_no_beginning_keeps_those_of_the_text() -> None:
+    tokenizer = fixtures.loaded(fixtures.byte_level_backend(), bos_token="<|endoftext|>")
+    assert tokenizer.encode("<|endoftext|><|endoftext|>a").count(0) == 2
+
+
+def test_an_end_of_sequence_that_the_tokenizer_adds_is_kept() -> None:
+    backend = fixtures.byte_level_backend()
+    backend.post_processor = processors.TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", 2)])
+    assert fixtures.loaded(backend).encode("a<|im_end|>")[-2:] == [2, 2]
+
+
+def test_truncation_and_padding_in_the_file_are_off() -> None:
+    backend = fixtures.byte_level_backend()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    assert len(fixtures.loaded(backend).encode("a" * 20)) == 20
+
+
+def test_eos_and_named_tokens_come_from_the_config() -> None:
+    token = {"content": "<|im_end|>", "lstrip": False, "special": True}
+    names = {"eos_token": token, "bos_token": "<|im_start|>", "pad_token": None}
+    tokenizer = fixtures.loaded(fixtures.byte_level_backend(), **names)
+    assert tokenizer.eos_ids == {2}
+    assert tokenizer.named_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+
+
+def test_eos_may_stand_in_the_older_file(tmp_path: Path) -> None:
+    fixtures.save(tmp_path, fixtures.byte_level_backend())
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
+    assert load_tokenizer(tmp_path).eos_ids == {2}
+
+
+def test_no_config_and_an_eos_that_is_no_token_mean_no_eos(tmp_path: Path) -> None:
+    fixtures.byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).eos_ids == frozenset()
+    assert fixtures.loaded(fixtures.byte_level_backend(), eos_token="<nowhere>").eos_ids == frozenset()
+
+
+def test_tokens_that_only_the_config_calls_special_are_hidden_from_the_text() -> None:
+    backend = fixtures.byte_level_backend(["<end>", "<tool>"])
+    tokenizer = fixtures.loaded(backend, eos_token="<end>", additional_special_tokens=["<tool>", "<nowhere>"])
+    ids = tokenizer.encode("a<end>b<tool>")
+    assert len(ids) == 4
+    assert tokenizer.decode(ids) == "ab"
+    assert tokenizer.vocab_size == backend.get_vocab_size(), "a name alone invents no token"
+
+
+def test_the_digest_follows_what_decides_about_ids() -> None:
+    backend = fixtures.byte_level_backend()
+    plain = fixtures.loaded(backend)
+    assert fixtures.loaded(backend).digest == plain.digest
+    others = [
+        fixtures.loaded(backend, eos_token="<|im_end|>"),
+        fixtures.loaded(backend, chat_template="{{ messages }}"),
+        fixtures.loaded(fixtures.byte_level_backend(["more"])),
+    ]
+    assert len({plain.digest, *(other.digest for other in others)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "tokenizer.json: missing"),
+        ("tokenizer.json", "{", "tokenizer.json: not a tokenizer"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: not JSON"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json: an object was expected, got list"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "tokenizer_config.json: chat_template"),
+    ],
+)
+def test_a_broken_file_of_the_tokenizer_is_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
+    file = fixtures.save(tmp_path, fixtures.byte_level_backend()) / name
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.CTC(),
+        decoders.BPEDecoder(),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]),
+        decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+    ],
+)
+def test_a_decoder_that_would_rewrite_what_is_out_is_refused(decoder: decoders.Decoder) -> None:
+    backend = fixtures.word_backend()
+    backend.decoder = decoder
+    with pytest.raises(ModelError, match="cannot be streamed"):
+        fixtures.loaded(backend)
+
+
+def test_text_that_is_no_unicode_is_refused() -> None:
+    with pytest.raises(PromptError, match="no valid Unicode"):
+        fixtures.loaded(fixtures.byte_level_backend()).encode("a\ud800b")
+
+
+def test_a_long_text_is_encoded_while_other_threads_run() -> None:
+    """The event loop's thread must not wait for a tokenising thread: watch how long another thread is kept away."""
+    tokenizer = fixtures.smollm2()
+    text = "The quick brown fox, 1234 jumps over the lazy dog. " * 20_000
+    waits: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            before = time.perf_counter()
+            done.wait(0.001)
+            waits.append(time.perf_counter() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    started = time.perf_counter()
+    tokenizer.encode(text)
+    took = time.perf_counter() - started
+    done.set()
+    watcher.join()
+    assert max(waits) < took / 2, "encoding kept the global lock"
+
+
+def test_the_worker_side_of_text_imports_no_torch() -> None:
+    code = "import sys, worker.intake, worker.models; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
