@@ -45,7 +45,7 @@ def run(
     between: Callable[[int, dict[str, Reply]], None] | None = None,
     most_steps: int = 2000,
 ) -> dict[str, Reply]:
-    """Add requests, step until nothing is left, check the books after each step. `between(step, replies)` may interfere."""
+    """Add requests, step until nothing is left, check the books each time. `between(step, replies)` may interfere."""
     replies: dict[str, Reply] = {}
     for item in requests:
         engine.add(item)
@@ -86,7 +86,7 @@ def record_logits(engine: Engine) -> dict[tuple[str, int], Tensor]:
 
 
 def same_bits(left: dict, right: dict, name: str, other: str | None = None) -> int:
-    """Assert that a request's logits are equal bit for bit in two recordings; returns how many positions were compared."""
+    """Assert that a request's logits are the same bits in two recordings; returns the number of positions compared."""
     positions = sorted(position for request_id, position in left if request_id == name)
     assert positions
     for position in positions:
