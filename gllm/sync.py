@@ -42,6 +42,7 @@ class SyncClient:
     def close(self) -> None:
         """Ends the client. Streams that are still open end with an error. May be called twice."""
         if not self._loop.closed:
+            self._loop.run(_end_other_tasks())
             self._loop.run(self._client.aclose())
             self._loop.close()
 
@@ -76,6 +77,15 @@ class SyncClient:
     def cancel(self, id: str) -> bool:  # noqa: A002 (the protocol's word)
         """See `Client.cancel`."""
         return self._loop.run(self._client.cancel(id))
+
+
+async def _end_other_tasks() -> None:
+    """Interrupted calls are cancelled but may not have ended yet; the loop must not stop under them."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 class _LoopThread:

@@ -9,8 +9,8 @@ from worker.cli_jobs import cancel_command, submit_command, tail_command
 from worker.cli_options import need_extra, resolved, setting_options
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option(package_name="gllm")
+@click.group("gllm", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="gllm", prog_name="gllm")
 def main() -> None:
     """LLM generation over Redis: workers take jobs from a queue and write each reply to a stream of its own."""
 
@@ -38,7 +38,7 @@ def worker_command(print_config: bool, **flags: Any) -> None:
 @click.option(
     "--redis", "redis_url", help="A Redis to use; default: an embedded one.  [env: GLLM_REDIS, GLLM_REDIS_URL]"
 )
-@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Most tokens of each reply.")
+@click.option("--max-tokens", type=click.IntRange(1), default=48, show_default=True, help="Most tokens of each reply.")
 @click.option("--plain", is_flag=True, help="Plain lines also on a terminal.")
 def demo_command(redis_url: str | None, max_tokens: int, plain: bool, **flags: Any) -> NoReturn:
     """Eight chats at once on a small real model: streamed live, then a table. Needs nothing running."""

@@ -119,7 +119,9 @@ async def _serve(options: DemoOptions, url: str, queue: str, worker: DemoWorker,
     click.echo(
         "Eight chats share one long system prompt. The first goes ahead alone until its first token: only then is"
     )
-    click.echo("that prompt in the prefix cache, where the other seven find it.\n")
+    click.echo(
+        "that prompt in the prefix cache, where the other seven find it. (Small models are quick, and often wrong.)\n"
+    )
     async with Client(url, queue) as client:
         serving = asyncio.create_task(_all_chats(client, chats, options))
         watching = asyncio.create_task(worker.ended())

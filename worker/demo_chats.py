@@ -33,11 +33,11 @@ QUESTIONS = (
     "What is the capital of France?",
     "Why is the sky blue?",
     "Which planet is the largest in our solar system?",
-    "How long does it take to boil an egg?",
     "What do bees make from the nectar of flowers?",
-    "Why do leaves change their colour in autumn?",
+    "Who painted the Mona Lisa?",
+    "What is the largest ocean on Earth?",
+    "What is photosynthesis?",
     "What is a library good for?",
-    "Who wrote Romeo and Juliet?",
 )
 
 

@@ -17,6 +17,13 @@ from worker import logs
 READY_SECONDS = 600.0  # reading a large model from a slow disk takes minutes
 STOP_SECONDS = 40.0  # the worker's own grace time is 30
 POLL_SECONDS = 0.05
+SIGN_OF_LIFE_SECONDS = 5.0
+PHRASES = {  # what people are shown of the worker's log, by event
+    logs.MODEL_LOADING: "  tokenizer loaded; the engine reads the weights",
+    logs.ENGINE_LOADING: "  engine: {phase} took {seconds:.1f} s",
+    logs.ENGINE_READY: "  engine: {kv_blocks} KV blocks, {dtype} on {device}",
+    logs.REDIS_WAITING: "  waiting for Redis",
+}
 
 
 class DemoFailed(RuntimeError):
@@ -72,16 +79,19 @@ class DemoWorker:
 
     async def ready(self, show: Callable[[str], object]) -> None:
         """Waits until the worker claims jobs, showing what it does. Raises DemoFailed when it ends or never does."""
-        end = time.monotonic() + READY_SECONDS
-        while time.monotonic() < end:
+        started, shown = time.monotonic(), 0.0
+        while (waited := time.monotonic() - started) < READY_SECONDS:
             running = self._started.poll() is None
             for line in self._log.new_lines():
-                if line.get("event") == logs.READY:
+                if line["event"] == logs.READY:
                     return
-                if line.get("event") in (logs.ENGINE_LOADING, logs.REDIS_WAITING):
-                    show("  " + _progress(line))
+                if phrase := PHRASES.get(line["event"]):
+                    show(phrase.format_map(line))
             if not running:
                 raise DemoFailed(f"the worker ended with status {self._started.returncode}: {self.last_words()}")
+            if waited - shown >= SIGN_OF_LIFE_SECONDS:
+                shown = waited
+                show(f"  … {waited:.0f} s")
             await asyncio.sleep(POLL_SECONDS)
         raise DemoFailed(f"the worker was not ready within {READY_SECONDS:g} seconds: {self.last_words()}")
 
@@ -94,13 +104,6 @@ class DemoWorker:
     def last_words(self) -> str:
         """The last error that the worker logged, else its last line."""
         return self._log.last_words()
-
-
-def _progress(line: dict[str, Any]) -> str:
-    fields = {name: value for name, value in line.items() if name not in ("timestamp", "level", "event", "logger")}
-    if isinstance(fields.get("seconds"), float):
-        fields["seconds"] = f"{fields['seconds']:.2f}"
-    return f"{line['event']}: {', '.join(f'{name} {value}' for name, value in fields.items())}"
 
 
 class _LogFile:
@@ -133,5 +136,5 @@ def _parsed(data: bytes) -> Iterator[dict[str, Any]]:
             line = json.loads(raw)
         except ValueError:
             continue  # what came before the worker's logs were set up, a usage error for one, is no JSON
-        if isinstance(line, dict):
+        if isinstance(line, dict) and "event" in line:
             yield line

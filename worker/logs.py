@@ -62,6 +62,7 @@ LIBRARY = "library"
 CRASHED = "crashed"
 LOG_FAILED = "log_failed"
 
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 _UNENCODABLE = (TypeError, ValueError, RecursionError)  # keys of odd types, lone surrogates, cycles
 
 Shared = list[structlog.typing.Processor]
@@ -114,7 +115,8 @@ def _plain(value: object) -> object:
 
 
 def _encode(value: object) -> str:
-    return msgspec.json.encode(value, enc_hook=repr).decode()
+    """JSON leaves these three as they are, but many readers take them for the end of a line."""
+    return msgspec.json.encode(value, enc_hook=repr).decode().translate(_LINE_ENDS)
 
 
 def _render(_: object, __: str, line: structlog.typing.EventDict) -> str:
