@@ -1,0 +1,219 @@
+"""Start-up and end with the real command: signals as PID 1, Redis that comes late, no home, no GPU, a dead engine."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import gllm
+from gllm.keys import Keys
+from tests.e2e.conftest import Start
+from tests.e2e.worker_process import WorkerProcess
+from tests.servers import Server, binaries
+from worker.embedded import free_port
+
+IDLE_EXIT_SECONDS = 5.0  # about one in practice; a shell that swallows SIGTERM takes the supervisor's whole timeout
+
+
+def ask(url: str, queue: str, **job: object) -> gllm.Result:
+    """Submit one job and wait for its reply."""
+    with gllm.SyncClient(url, queue) as client:
+        return client.result(client.submit(**{"prompt": "abc", "max_tokens": 4, "ignore_eos": True} | job), timeout=60)
+
+
+def seconds_to_exit(worker: WorkerProcess, pid: int) -> float:
+    begin = time.monotonic()
+    os.kill(pid, signal.SIGTERM)
+    assert worker.wait_exit(30) == 0, worker.said
+    return time.monotonic() - begin
+
+
+def can(*command: str) -> bool:
+    """Whether this machine lets us run something in a namespace of its own."""
+    if shutil.which(command[0]) is None:
+        return False
+    return subprocess.run([*command, "true"], check=False, capture_output=True).returncode == 0
+
+
+PID_1 = ("unshare", "--pid", "--fork", "--kill-child")
+STRANGER = ("unshare", "--user", "--map-user=54321", "--map-group=54321")  # an id without a name, and no capabilities
+
+
+# PK-H1: a shell is PID 1 and swallows SIGTERM
+
+
+def test_idle_worker_leaves_soon_after_sigterm(start: Start, one_url: str, queue_name: str) -> None:
+    worker = start()
+    worker.wait_event("ready")
+    assert ask(one_url, queue_name).usage.completion_tokens == 4
+    assert seconds_to_exit(worker, worker.process.pid) < IDLE_EXIT_SECONDS
+    assert worker.events[-1]["event"] == "stopped"
+
+
+@pytest.mark.skipif(not can(*PID_1), reason="this user may not make a PID namespace")
+def test_worker_as_pid_1_obeys_sigterm(start: Start) -> None:
+    worker = start(wrap=PID_1)
+    ready = worker.wait_event("ready")
+    assert "-1-" in ready["worker"], "the worker is not PID 1 of its namespace"
+    (pid, *_) = worker.descendants()
+    assert seconds_to_exit(worker, pid) < IDLE_EXIT_SECONDS
+
+
+def test_sigterm_while_loading_ends_the_worker_too(start: Start) -> None:
+    worker = start()
+    worker.wait_event("starting")
+    assert seconds_to_exit(worker, worker.process.pid) < IDLE_EXIT_SECONDS
+    assert worker.descendants() == []
+
+
+# PK-H2: Redis is not up yet, or still loading
+
+
+class Loading:
+    """A Redis that is still reading its data: it answers every command with LOADING."""
+
+    def __init__(self, port: int) -> None:
+        answer = (
+            "import socketserver, sys\n"
+            "class Handler(socketserver.BaseRequestHandler):\n"
+            "    def handle(self):\n"
+            "        while self.request.recv(65536):\n"
+            "            self.request.sendall(b'-LOADING Redis is loading the dataset in memory\\r\\n' * 8)\n"
+            "class Server(socketserver.ThreadingTCPServer):\n"
+            "    allow_reuse_address, daemon_threads = True, True\n"
+            "Server(('127.0.0.1', int(sys.argv[1])), Handler).serve_forever()\n"
+        )
+        self._process = subprocess.Popen([sys.executable, "-c", answer, str(port)])
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+
+@pytest.mark.parametrize("before", ["nothing", "loading"])
+def test_worker_waits_for_redis_and_then_serves(start: Start, tmp_path: Path, queue_name: str, before: str) -> None:
+    server = Server(next(iter(binaries().values())), tmp_path)
+    loading = Loading(server.port) if before == "loading" else None
+    try:
+        worker = start("--redis", server.url)
+        worker.wait_event("redis_waiting")
+        assert worker.get("/livez")[0] == 200
+        assert worker.get("/readyz")[0] == 503
+        if loading is not None:
+            loading.stop()
+        server.start()
+        worker.wait_event("ready")
+        assert ask(server.url, queue_name).usage.completion_tokens == 4
+        assert worker.get("/readyz")[0] == 200
+    finally:
+        if loading is not None:
+            loading.stop()
+        server.stop(kill=True)
+
+
+# PK-H3: no home, an unknown user, a model that cannot be written to
+
+
+@pytest.mark.skipif(not can(*STRANGER), reason="this user may not make a user namespace")
+def test_unknown_user_without_a_home_serves_from_a_read_only_model(
+    start: Start, tmp_path: Path, tiny_model: Path, one_url: str, queue_name: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    for path in (*model.iterdir(), model):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        worker = start("--model", str(model), environment={"PATH": os.environ["PATH"]}, wrap=STRANGER)
+        worker.wait_event("ready")
+        assert ask(one_url, queue_name).usage.completion_tokens == 4
+    finally:
+        model.chmod(0o755)
+
+
+# PK-H4: a GPU was asked for, and the worker quietly runs on the CPU
+
+
+def no_gpu() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+@pytest.mark.skipif(not no_gpu(), reason="there is a GPU here")
+def test_cuda_without_a_gpu_is_refused_by_name(start: Start) -> None:
+    worker = start("--device", "cuda")
+    assert worker.wait_exit() not in (0, None)
+    assert "cuda" in worker.events[-2]["message"] or "cuda" in worker.events[-1].get("message", "")
+    assert "Traceback" not in worker.said
+
+
+@pytest.mark.skipif(not no_gpu(), reason="there is a GPU here")
+def test_auto_says_in_log_and_metrics_that_it_took_the_cpu(start: Start) -> None:
+    worker = start("--device", "auto")
+    assert worker.wait_event("engine_ready")["device"] == "cpu"
+    worker.wait_event("ready")
+    assert 'device="cpu"' in worker.get("/metrics")[1]
+
+
+# PK-H5: the engine has died; the process and its health port stay up, and jobs hang
+
+
+def test_killed_engine_ends_the_worker_and_another_one_goes_on(start: Start, one_url: str, queue_name: str) -> None:
+    worker = start()
+    worker.wait_event("ready")
+    with gllm.SyncClient(one_url, queue_name) as client:
+        job = client.submit(prompt="abc", max_tokens=200, ignore_eos=True, temperature=0)
+        replies = client.stream(job)
+        next(reply for reply in replies if reply.ids)
+        (engine, *_) = worker.descendants()
+        os.kill(engine, signal.SIGKILL)
+        assert worker.wait_exit(30) not in (0, None)
+        assert "engine_died" in [line["event"] for line in worker.events]
+        start().wait_event("ready")
+        result = client.result(job, timeout=60)
+    assert result.usage.completion_tokens == 200
+    assert result.text == ask(one_url, queue_name, max_tokens=200, temperature=0).text
+
+
+def test_engine_does_not_outlive_a_killed_worker(start: Start) -> None:
+    worker = start()
+    worker.wait_event("ready")
+    engines = worker.descendants()
+    assert engines
+    worker.process.kill()
+    worker.wait_exit(10)
+    end = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in engines):
+        assert time.monotonic() < end, "the engine's process outlives its worker"
+        time.sleep(0.02)
+
+
+# MX-H5: the metrics port is taken
+
+
+def test_second_worker_on_a_taken_port_stops_before_it_claims(start: Start, one_url: str, queue_name: str) -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        port = taken.getsockname()[1]
+        with gllm.SyncClient(one_url, queue_name) as client:
+            job = client.submit(prompt="abc", max_tokens=4, ignore_eos=True)
+            worker = start("--metrics-port", str(port))
+            assert worker.wait_exit() not in (0, None)
+            assert f"metrics port {port} on 127.0.0.1 is taken" in worker.said
+            assert "--metrics-port" in worker.said
+            assert "Traceback" not in worker.said
+            start().wait_event("ready")
+            assert client.result(job, timeout=60).usage.completion_tokens == 4
+
+
+def test_keys_of_a_served_queue_expire_or_are_permanent(start: Start, one_url: str, keys: Keys) -> None:
+    """The fixture `keys` looks at them afterwards."""
+    worker = start("--queue", keys.queue, "--redis", one_url)
+    worker.wait_event("ready")
+    assert ask(one_url, keys.queue).usage.completion_tokens == 4
+    assert seconds_to_exit(worker, worker.process.pid) < IDLE_EXIT_SECONDS
