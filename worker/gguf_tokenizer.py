@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from worker.gguf_metadata import read_metadata
 from worker.models import ModelError
 from worker.tokenizer_files import DEFAULT_TEMPLATE, TokenizerFiles
 
@@ -72,11 +72,20 @@ PRE: dict[str, _Kind] = {
 def read_gguf(path: Path) -> TokenizerFiles:
     """Read the tokenizer of a GGUF file. Raises ModelError naming the file and the entry that is missing or unknown."""
     meta = _Metadata(path)
+    try:
+        return _read(meta)
+    except ModelError:
+        raise
+    except Exception as error:  # entries of the wrong kind; and the library raises bare Exception, as for odd merges
+        raise ModelError(f"{path}: the tokenizer cannot be built: {error}") from error
+
+
+def _read(meta: "_Metadata") -> TokenizerFiles:
     tokens: list[str] = meta.required("tokens")
     model = meta.required("model")
     if model not in _BUILD:
-        raise ModelError(f"{path}: tokenizer.ggml.model {model!r} is not supported, only {', '.join(_BUILD)}")
-    backend = _build(meta, model, tokens)
+        raise ModelError(f"{meta.path}: tokenizer.ggml.model {model!r} is not supported, only {', '.join(_BUILD)}")
+    backend = _BUILD[model](meta, tokens)
     ids = {name: meta.token_id(key, tokens) for name, key in _NAMED.items()}
     ends = [meta.token_id(key, tokens) for key in _ENDS]
     return TokenizerFiles(
@@ -87,21 +96,13 @@ def read_gguf(path: Path) -> TokenizerFiles:
     )
 
 
-def _build(meta: "_Metadata", model: str, tokens: list[str]) -> tokenizers.Tokenizer:
-    try:
-        return _BUILD[model](meta, tokens)
-    except ModelError:
-        raise
-    except Exception as error:  # the library raises bare Exception, as for a merge of pieces that are no tokens
-        raise ModelError(f"{meta.path}: the tokenizer cannot be built: {error}") from error
-
-
 _NAMED = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
+_LLAMA_IDS = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # where a SentencePiece file names none
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of sequence, of turn, of message
 
 
@@ -110,14 +111,12 @@ class _Metadata:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._fields = gguf.GGUFReader(path).fields
-        except (OSError, ValueError, IndexError, KeyError) as error:
-            raise ModelError(f"{path}: not a readable GGUF file: {error}") from error
+        self._entries = read_metadata(path)
+        if self.get("model") == "llama":
+            self._entries = {f"tokenizer.ggml.{name}": number for name, number in _LLAMA_IDS.items()} | self._entries
 
     def get(self, name: str, default: Any = None) -> Any:
-        entry = self._fields.get(f"tokenizer.{name}") or self._fields.get(f"tokenizer.ggml.{name}")
-        return default if entry is None else entry.contents()
+        return self._entries.get(f"tokenizer.ggml.{name}", default)
 
     def required(self, name: str) -> Any:
         value = self.get(name)
@@ -134,9 +133,8 @@ class _Metadata:
     def templates(self) -> dict[str, str]:
         """`tokenizer.chat_template`, and `tokenizer.chat_template.<name>` for further ones."""
         prefix = "tokenizer.chat_template"
-        found = {name: entry.contents() for name, entry in self._fields.items() if name.startswith(prefix)}
-        named = {name.removeprefix(prefix).removeprefix(".") or DEFAULT_TEMPLATE: text for name, text in found.items()}
-        return {name: text for name, text in named.items() if isinstance(text, str)}
+        named = {name.partition(prefix)[2]: text for name, text in self._entries.items() if name.startswith(prefix)}
+        return {name[1:] or DEFAULT_TEMPLATE: str(text) for name, text in named.items() if name == "" or name[0] == "."}
 
 
 def _byte_level(meta: _Metadata, tokens: list[str]) -> tokenizers.Tokenizer:

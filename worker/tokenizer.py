@@ -5,6 +5,7 @@
 - There is exactly one beginning-of-sequence token where the tokenizer adds one, also if the text spells it already.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
@@ -18,6 +19,10 @@ from worker.control import ControlTokens, PromptError
 from worker.gguf_tokenizer import read_gguf
 from worker.stops import Symbol
 from worker.tokenizer_files import TokenizerFiles, read_directory
+
+# A prompt is encoded by the thread that asked for it. The library's own threads would take the engine's cores, and it
+# prints a warning on standard error, which is for log lines, when a process that has them makes another.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 PLACEHOLDERS = [chr(0xF0000 + i) for i in range(512)]  # private use; stand for spans that must stay plain text
 _PLACEHOLDER = re.compile("([" + "".join(PLACEHOLDERS) + "])")

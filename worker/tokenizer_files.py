@@ -85,10 +85,14 @@ def _extra_tokens(config: dict[str, Any]) -> list[str]:
 
 def _mark_special(backend: tokenizers.Tokenizer, contents: list[str]) -> None:
     """What the config calls special is, also where the tokenizer.json forgot; a name alone invents no token."""
-    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    known = [content for content in dict.fromkeys(contents) if backend.token_to_id(content) is not None]
-    missing = [content for content in known if content not in special]
-    backend.add_special_tokens([tokenizers.AddedToken(content, normalized=False) for content in missing])
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    missing: list[tokenizers.AddedToken] = []
+    for content in dict.fromkeys(contents):
+        token = added.get(content, tokenizers.AddedToken(content, normalized=False))
+        if backend.token_to_id(content) is not None and not token.special:
+            token.special = True
+            missing.append(token)
+    backend.add_tokens(missing)
 
 
 def _read_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -5,6 +5,7 @@ import random
 import re
 import unicodedata
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import gguf
 import pytest
 
 from tests.worker import text_fixtures as fixtures
-from worker.models import ModelError
+from worker.gguf_metadata import read_metadata
+from worker.models import ModelError, resolve_model
 from worker.tokenizer import Tokenizer, load_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -61,6 +63,12 @@ class TestDemoModel:
         assert tokenizer.encode("<|im_start|>") == [1]
         assert (tokenizer.eos_ids, tokenizer.vocab_size) == ({2}, 49152)
         assert tokenizer.named_tokens["bos_token"] == "<|im_start|>"
+
+    def test_its_metadata_equal_those_that_the_gguf_package_reads(self) -> None:
+        path = resolve_model("smollm2")
+        fields = gguf.GGUFReader(path).fields
+        expected = {name: field.contents() for name, field in fields.items() if not name.startswith("GGUF.")}
+        assert read_metadata(path) == expected
 
     def test_digits_stand_alone(self) -> None:
         tokenizer = fixtures.smollm2()
@@ -210,6 +218,22 @@ def sentencepiece(pieces: Sequence[str], scores: Sequence[float], text: str) -> 
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
+def test_values_of_every_type_are_read(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    values = {"uint8": 200, "int8": -2, "uint16": 60000, "int16": -3, "uint32": 2**31, "int32": -4, "uint64": 2**60}
+    values |= {"int64": -(2**60), "float32": 0.5, "float64": 0.1, "bool": True, "string": "é漢"}
+    for kind, value in values.items():
+        getattr(writer, f"add_{kind}")(f"x.{kind}", value)
+    arrays = {"x.numbers": [1, -2], "x.texts": ["a", ""], "x.switches": [True, False], "x.floats": [0.5, 1.5]}
+    for name, array in arrays.items():
+        writer.add_array(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    expected = {f"x.{kind}": value for kind, value in values.items()} | arrays
+    assert read_metadata(tmp_path / "m.gguf") == {"general.architecture": "llama", **expected}
+
+
 class TestSentencePiece:
     def test_ids_equal_the_definition_of_sentencepiece(self, tmp_path: Path) -> None:
         fields = spm()
@@ -233,6 +257,12 @@ class TestSentencePiece:
         assert ids == [1, tokenizer._backend.token_to_id("\u2581ab")]
         assert tokenizer.decode(ids) == " ab"
 
+    def test_a_file_that_names_no_ids_has_the_usual_ones(self, tmp_path: Path) -> None:
+        fields = {name: value for name, value in spm().items() if not name.endswith("_id")}
+        tokenizer = load(tmp_path, "llama", **fields)
+        assert tokenizer.eos_ids == {2}
+        assert tokenizer.encode("a")[0] == 1
+
     def test_the_beginning_may_be_switched_off(self, tmp_path: Path) -> None:
         assert 1 not in load(tmp_path, "llama", **spm(add_bos_token=False)).encode("ab")
 
@@ -247,6 +277,8 @@ class TestRefusals:
             ("gpt2", {"merges": ["a b", "x"]}, "tokenizer.ggml.merges: two pieces expected, got 'x'"),
             ("gpt2", {"merges": ["q q"]}, "the tokenizer cannot be built: .*qq"),
             ("llama", {}, "tokenizer.ggml.scores is missing"),
+            ("gpt2", {"tokens": 7}, "the tokenizer cannot be built"),
+            ("gpt2", {"eos_token_id": "x"}, "the tokenizer cannot be built"),
         ],
     )
     def test_what_cannot_be_rebuilt_is_named(
@@ -262,6 +294,22 @@ class TestRefusals:
         writer.close()
         with pytest.raises(ModelError, match=r"bare\.gguf: tokenizer\.ggml\.tokens is missing"):
             load_tokenizer(tmp_path / "bare.gguf")
+
+    def test_a_file_that_was_cut_or_changed_is_named_or_read(self, tmp_path: Path) -> None:
+        """Whatever bytes are wrong, nothing but ModelError comes out, and nothing huge is taken from a wrong length."""
+        data = write(tmp_path / "whole.gguf", **byte_level()).read_bytes()
+        rng, path = random.Random(9), tmp_path / "broken.gguf"
+        for cut in [*range(60), *(rng.randrange(len(data)) for _ in range(60))]:
+            path.write_bytes(data[:cut])
+            with pytest.raises(ModelError, match=r"broken\.gguf: "):
+                load_tokenizer(path)
+        for _ in range(200):
+            changed = bytearray(data)
+            for _ in range(rng.randrange(1, 4)):
+                changed[rng.randrange(len(data))] = rng.randrange(256)
+            path.write_bytes(changed)
+            with suppress(ModelError):
+                load_tokenizer(path)
 
     @pytest.mark.parametrize("content", [b"", b"GGUF", b"PK\x03\x04 something else", b"GGUF\x03\0\0\0" + b"\xff" * 40])
     def test_a_file_that_is_no_gguf_is_named(self, tmp_path: Path, content: bytes) -> None:

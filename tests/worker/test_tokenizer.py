@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tokenizers import decoders, processors
+from tokenizers import AddedToken, decoders, processors
 
 from tests.worker import text_fixtures as fixtures
 from worker.control import PromptError
@@ -95,6 +95,15 @@ def test_tokens_that_only_the_config_calls_special_are_hidden_from_the_text() ->
     assert len(ids) == 4
     assert tokenizer.decode(ids) == "ab"
     assert tokenizer.vocab_size == backend.get_vocab_size(), "a name alone invents no token"
+
+
+def test_an_added_token_becomes_special_and_keeps_its_other_switches() -> None:
+    backend = fixtures.byte_level_backend()
+    backend.add_tokens([AddedToken("<end>", rstrip=True, special=False)])
+    assert fixtures.loaded(backend).decode(fixtures.loaded(backend).encode("a<end>  b")) == "a<end>b"
+    tokenizer = fixtures.loaded(backend, eos_token="<end>")
+    assert tokenizer.decode(tokenizer.encode("a<end>  b")) == "ab"
+    assert tokenizer.eos_ids == {259}
 
 
 def test_the_digest_follows_what_decides_about_ids() -> None:
