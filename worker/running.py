@@ -76,6 +76,13 @@ class Running:
     async def serve(self, shutdown: Shutdown, grace: float) -> Exception | None:
         """Work until a signal or a failure, then hand back what is left. The failure, if there was one."""
         self._begin()
+        try:
+            return await self._serve(shutdown, grace)
+        finally:
+            self._claiming.cancel()  # long done, unless we are cancelled ourselves
+            await self._stop_parts()
+
+    async def _serve(self, shutdown: Shutdown, grace: float) -> Exception | None:
         self._health.to("ready")
         failure = await self._until(shutdown.requested.wait())
         if failure is None:

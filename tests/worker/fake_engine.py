@@ -1,0 +1,112 @@
+"""An engine stand-in with the surface of `worker.bridge.Bridge`: a reply is a pure function of the prompt."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from engine.config import EngineConfig
+from engine.request import Delta, FinishReason, Request, Stats, Usage
+from engine.wire import EngineInfo, Loading
+from tests.worker.text_fixtures import engine_info
+from worker.bridge import EngineDied
+
+FIRST_BYTE = 3  # ids of the byte-level tokenizer: three control tokens, then the 256 bytes
+EOS = 0
+
+
+def token_at(prompt: list[int], position: int) -> int:
+    """The letter that follows `prompt` and `position` tokens of its reply."""
+    return FIRST_BYTE + ord("a") + (sum(prompt) + 7 * position) % 26
+
+
+def script(prompt: list[int], count: int) -> list[int]:
+    return [token_at(prompt, position) for position in range(count)]
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(chr(token - FIRST_BYTE) for token in ids)
+
+
+class FakeEngine:
+    """Steps all requests at once, each `step_seconds`. Tests stop it (`go.clear()`), break it, and look at `added`."""
+
+    def __init__(self, *, step_seconds: float = 0.002, tokens_per_step: int = 1, **info: object) -> None:
+        self.info: EngineInfo = engine_info(numerics="fake", max_model_len=4096, capacity_tokens=65536, **info)
+        self.stats, self.stats_time = Stats(), time.monotonic()
+        self.last_step = time.monotonic()
+        self.busy = False
+        self.loading = [Loading("model", 0.0)]
+        self.go = asyncio.Event()
+        self.go.set()
+        self.added: list[Request] = []
+        self.held: set[str] = set()
+        self.cancelled: list[str] = []
+        self.refuse: dict[str, str] = {}  # request id -> error of the engine
+        self.killed = False
+        self.closed = False
+        self.refuse_start: Exception | None = None
+        self._step_seconds = step_seconds
+        self._per_step = tokens_per_step
+        self._running: dict[str, tuple[Request, int]] = {}
+        self._death: EngineDied | None = None
+
+    async def start(self, config: EngineConfig) -> None:
+        self.config = config
+        if self.refuse_start:
+            raise self.refuse_start
+
+    def add(self, request: Request) -> None:
+        assert request.id not in self._running, f"{request.id} is in the engine already"
+        self.added.append(request)
+        self._running[request.id] = (request, len(request.output))
+        self.busy = True
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+        self._running.pop(request_id, None)
+
+    def hold(self, request_id: str) -> None:
+        self.held.add(request_id)
+
+    def unhold(self, request_id: str) -> None:
+        self.held.discard(request_id)
+
+    def kill(self) -> None:
+        self.killed = True
+        self.die("killed")
+
+    def die(self, message: str, in_flight: list[str] | None = None) -> None:
+        self._death = EngineDied(message, in_flight or [])
+        self.go.set()
+
+    async def close(self) -> None:
+        self.closed = True
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        while True:
+            await asyncio.sleep(self._step_seconds)
+            await self.go.wait()
+            if self._death:
+                raise self._death
+            self.last_step = time.monotonic()
+            deltas = [self._step(*item) for key, item in list(self._running.items()) if key not in self.held]
+            self.busy = bool(self._running)
+            if deltas:
+                yield deltas
+
+    def _step(self, request: Request, position: int) -> Delta:
+        usage = Usage(prompt_tokens=len(request.tokens), cached_tokens=2)
+        if request.id in self.refuse:
+            del self._running[request.id]
+            return Delta(id=request.id, finish_reason=FinishReason.ERROR, error=self.refuse[request.id])
+        limit = request.sampling.max_tokens
+        last = position + self._per_step if limit is None else min(position + self._per_step, limit)
+        tokens = [token_at(request.tokens, i) for i in range(position, last)]
+        logprobs = [(token, -0.5, []) for token in tokens] if request.sampling.logprobs is not None else None
+        ended = limit is not None and last >= limit
+        if ended:
+            del self._running[request.id]
+        else:
+            self._running[request.id] = (request, last)
+        reason = FinishReason.LENGTH if ended else None
+        return Delta(id=request.id, tokens=tokens, logprobs=logprobs, finish_reason=reason, usage=usage)

@@ -1,0 +1,431 @@
+"""The worker from claim to terminal event: replies, bad jobs, cancels, deadlines, takeovers, drains, a dying engine."""
+
+import asyncio
+import time
+
+import pytest
+
+from engine.request import Request
+from gllm.protocol import Done, Error
+from tests.worker.fake_engine import FakeEngine, script, text_of
+from tests.worker.queue_bench import now_ms, until
+from tests.worker.service_bench import ServiceBench
+from worker.bridge import EngineRefused
+from worker.service import FAILED, OK, REFUSED
+
+HELLO = [3 + byte for byte in b"hello"]
+
+
+async def test_reply_has_every_token_once_with_text_usage_and_timings(crew: ServiceBench) -> None:
+    worker = await crew.start()
+    await crew.submit("a", logprobs=0)
+
+    reply = await crew.reply("a")
+
+    assert reply.ids == script(HELLO, 8)
+    assert reply.text == text_of(reply.ids)
+    assert isinstance(reply.end, Done)
+    assert (reply.end.finish_reason, reply.end.stop) == ("length", None)
+    usage = reply.end.usage
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (5, 2, 8)
+    assert reply.start is not None
+    assert (reply.start.worker, reply.start.attempt, reply.start.prompt_tokens) == (worker.service.name, 1, 5)
+    assert reply.end.timings.first_token is not None
+    assert reply.end.timings.total >= reply.end.timings.first_token
+    await crew.bench.clear_streams()
+
+
+async def test_many_jobs_at_once_keep_their_tokens_apart(crew: ServiceBench) -> None:
+    worker = await crew.start(engine=FakeEngine(max_sequences=16))
+    for n in range(100):
+        await crew.submit(f"j{n}", prompt=f"prompt {n}", max_tokens=5 + n % 20)
+
+    for n in range(100):
+        reply = await crew.reply(f"j{n}")
+        assert reply.ids == script([3 + byte for byte in f"prompt {n}".encode()], 5 + n % 20)
+    assert max(len(request.tokens) for request in worker.engine.added) < 20
+    await crew.bench.clear_streams()
+
+
+async def test_chat_stop_string_and_logprobs(crew: ServiceBench) -> None:
+    await crew.start()
+    await crew.submit("chat", prompt=None, messages=[{"role": "user", "content": "hi"}])
+    full = script(HELLO, 30)
+    await crew.submit("stop", stop=text_of(full[4:6]), max_tokens=30, logprobs=0)
+
+    chat, stopped = await crew.reply("chat"), await crew.reply("stop")
+
+    assert isinstance(chat.end, Done)
+    assert len(chat.ids) == 8
+    assert isinstance(stopped.end, Done)
+    assert (stopped.end.finish_reason, stopped.end.stop) == ("stop", text_of(full[4:6]))
+    assert (stopped.ids, stopped.text) == (full[:6], text_of(full[:4]))
+    logprobs = [item for event in stopped.events for item in getattr(event, "logprobs", None) or []]
+    assert [item.id for item in logprobs] == full[:6]
+
+
+BAD_BODIES = {
+    "not json": ("{", "invalid", "body"),
+    "unknown field": ('{"prompt":"x","max_tokns":4}', "invalid", "max_tokns"),
+    "wrong type": ('{"prompt":"x","max_tokens":"5"}', "invalid", "max_tokens"),
+    "empty prompt": ('{"prompt":""}', "invalid", "prompt"),
+    "empty ids": ('{"token_ids":[]}', "invalid", "token_ids"),
+    "id out of range": ('{"token_ids":[99999]}', "invalid", "99999"),
+    "prompt too long": ('{"prompt":"' + "x" * 5000 + '"}', "too_large", "4096"),
+    "nothing to do": ("{}", "invalid", "prompt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+async def test_refused_job_gets_exactly_one_error_beside_running_neighbours(crew: ServiceBench, name: str) -> None:
+    body, code, word = BAD_BODIES[name]
+    worker = await crew.start()
+    await crew.submit("before")
+    await crew.bench.submit("bad", body=body)
+    await crew.submit("after")
+
+    bad = await crew.reply("bad")
+
+    assert isinstance(bad.end, Error)
+    assert (bad.end.code, bad.events) == (code, [bad.end])
+    assert word in bad.end.message
+    assert [(await crew.reply(name)).ids for name in ("before", "after")] == [script(HELLO, 8)] * 2
+    assert "bad" not in [request.id for request in worker.engine.added]
+    await crew.bench.clear_streams()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [("invalid: seed: too big", "invalid"), ("too_large: never fits", "too_large"), ("nan logits", "internal")],
+)
+async def test_engine_can_refuse_a_job(crew: ServiceBench, error: str, code: str) -> None:
+    engine = FakeEngine()
+    engine.refuse["a"] = error
+    await crew.start(engine=engine)
+    await crew.submit("a")
+
+    reply = await crew.reply("a")
+
+    assert isinstance(reply.end, Error)
+    assert (reply.end.code, reply.end.message) == (code, error.removeprefix(f"{code}: "))
+    await crew.bench.clear_streams()
+
+
+async def test_intake_that_crashes_ends_only_its_job(crew: ServiceBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    from worker.intake import Intake
+
+    await crew.start()
+    real = Intake.prepare
+
+    def prepare(self: Intake, job: object, *rest: object) -> object:
+        if getattr(job, "prompt", "") == "boom":
+            raise MemoryError("no")
+        return real(self, job, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Intake, "prepare", prepare)
+    await crew.submit("bad", prompt="boom")
+    await crew.submit("good")
+
+    bad, good = await crew.reply("bad"), await crew.reply("good")
+
+    assert isinstance(bad.end, Error)
+    assert bad.end.code == "internal"
+    assert len(good.ids) == 8
+
+
+async def test_cancel_while_running_ends_the_reply_with_what_was_made(crew: ServiceBench) -> None:
+    worker = await crew.start()
+    await crew.submit("a", max_tokens=4000)
+    await crew.published("a", 5)
+    await crew.bench.redis.set(crew.bench.keys.cancel("a"), 1, ex=86400)
+
+    reply = await crew.reply("a")
+
+    assert isinstance(reply.end, Done)
+    assert (reply.end.finish_reason, reply.end.usage.completion_tokens) == ("cancelled", len(reply.ids))
+    assert reply.text == text_of(reply.ids)
+    assert 5 <= len(reply.ids) < 4000
+    assert worker.engine.cancelled == ["a"]
+    await crew.bench.clear_streams()
+
+
+async def test_cancel_of_a_job_without_tokens_is_seen_at_the_next_renewal(crew: ServiceBench) -> None:
+    worker = await crew.start()
+    worker.engine.go.clear()
+    await crew.submit("a")
+    await crew.until(lambda: worker.engine.added, "the job in the engine")
+    await crew.bench.redis.set(crew.bench.keys.cancel("a"), 1, ex=86400)
+
+    reply = await crew.reply("a")
+
+    assert isinstance(reply.end, Done)
+    assert (reply.end.finish_reason, reply.ids) == ("cancelled", [])
+
+
+async def test_deadline_ends_a_running_job(crew: ServiceBench) -> None:
+    await crew.start()
+    deadline = await now_ms(crew.bench.redis) + 300
+    await crew.submit("a", max_tokens=4000, entry={"deadline": deadline})
+
+    reply = await crew.reply("a")
+
+    assert isinstance(reply.end, Done)
+    assert reply.end.finish_reason == "deadline"
+    assert reply.end.usage.completion_tokens == len(reply.ids) > 0
+    assert deadline <= await now_ms(crew.bench.redis) < deadline + 2000
+
+
+async def test_killed_worker_is_resumed_without_gap_or_repetition(crew: ServiceBench) -> None:
+    first = await crew.start()
+    await crew.submit("a", max_tokens=600, logprobs=0)
+    await crew.published("a", 20)
+    await first.kill()
+    second = await crew.start()
+
+    reply = await crew.reply("a")
+
+    assert reply.ids == script(HELLO, 600)
+    assert reply.text == text_of(reply.ids)
+    assert [item.id for event in reply.events for item in getattr(event, "logprobs", None) or []] == reply.ids
+    (resume,) = reply.resumes
+    assert (resume.worker, resume.attempt, resume.exact) == (second.service.name, 2, True)
+    assert resume.first >= 20
+    assert isinstance(reply.end, Done)
+    assert (reply.end.usage.completion_tokens, reply.end.usage.cached_tokens) == (600, 2)
+    await crew.bench.clear_streams()
+
+
+async def test_resume_may_finish_without_a_step(crew: ServiceBench) -> None:
+    first = await crew.start()
+    await crew.submit("a", max_tokens=8)
+    await _hold_back_the_end(crew, first)
+    second = await crew.start()
+
+    reply = await crew.reply("a")
+
+    assert reply.ids == script(HELLO, 8)
+    assert isinstance(reply.end, Done)
+    assert reply.end.finish_reason == "length"
+    assert second.engine.added == []
+
+
+async def _hold_back_the_end(crew: ServiceBench, worker: object) -> None:
+    """All tokens are published, the terminal event is not, and the worker is dead."""
+    from worker.queue import Queue
+
+    async def never(self: Queue, rows: object) -> list[object]:
+        await asyncio.Event().wait()
+        return []
+
+    original = Queue.finish
+    Queue.finish = never  # type: ignore[assignment,method-assign]
+    try:
+        await crew.published("a", 8)
+        await worker.kill()  # type: ignore[attr-defined]
+    finally:
+        Queue.finish = original  # type: ignore[method-assign]
+
+
+async def test_zombie_that_wakes_up_is_fenced_and_drops_the_job(crew: ServiceBench) -> None:
+    zombie = await crew.start(engine=FakeEngine(step_seconds=0.01))
+    await crew.submit("a", max_tokens=200)
+    await crew.published("a", 3)
+    await crew.bench.redis.hincrby(crew.bench.keys.job("a"), "epoch", 1)  # somebody took it over
+
+    await crew.until(lambda: "a" in zombie.engine.cancelled, "the zombie to drop the job")
+
+    assert zombie.ready
+    await crew.bench.redis.hset(crew.bench.keys.job("a"), "worker", "gone")
+
+
+async def test_sigterm_lets_jobs_end_and_hands_back_what_has_not_begun(crew: ServiceBench) -> None:
+    worker = await crew.start(engine=FakeEngine(max_sequences=2))
+    for job_id in ("a", "b", "c"):
+        await crew.submit(job_id, max_tokens=300)
+    await crew.published("b", 3)
+
+    status = await worker.stop()
+
+    assert status == OK
+    ended = [job_id for job_id in ("a", "b", "c") if await crew.bench.field(job_id, "state") == "ended"]
+    assert ended == ["a", "b"]
+    assert await crew.bench.redis.zcard(crew.bench.keys.workers) == 0
+    assert worker.engine.closed
+
+
+async def test_grace_time_over_releases_the_rest_and_another_worker_goes_on_at_once(crew: ServiceBench) -> None:
+    first = await crew.start(lease=30.0, grace=0.2, engine=FakeEngine(step_seconds=0.01))
+    await crew.submit("a", max_tokens=400)
+    await crew.published("a", 5)
+    began = time.monotonic()
+
+    assert await first.stop() == OK
+    second = await crew.start(lease=30.0)
+    reply = await crew.reply("a")
+
+    assert time.monotonic() - began < 10  # no lease had to run out
+    assert reply.ids == script(HELLO, 400)
+    assert reply.resumes[0].worker == second.service.name
+    assert await crew.bench.field("a", "attempts") == "0"
+
+
+async def test_second_sigterm_releases_at_once(crew: ServiceBench) -> None:
+    worker = await crew.start(grace=60.0, engine=FakeEngine(step_seconds=0.01))
+    await crew.submit("a", max_tokens=4000)
+    await crew.published("a", 3)
+
+    worker.service.shutdown.signal()
+    await crew.until(lambda: worker.service.health.state == "draining", "the drain")
+    began = time.monotonic()
+    status = await worker.stop()
+
+    assert (status, time.monotonic() - began < 5) == (OK, True)
+    assert await crew.bench.field("a", "state") is None
+    assert await crew.bench.pending() == 1
+
+
+async def test_draining_worker_is_not_ready_claims_nothing_and_keeps_its_lease(crew: ServiceBench) -> None:
+    worker = await crew.start(lease=0.3, engine=FakeEngine(step_seconds=0.01))
+    await crew.submit("a", max_tokens=100)
+    await crew.published("a", 3)
+    worker.service.shutdown.signal()
+    await crew.until(lambda: worker.service.health.state == "draining", "the drain")
+    await crew.submit("b")
+
+    assert not worker.ready
+    assert worker.service.health.live
+    assert await worker.task == OK
+    assert await crew.bench.field("a", "claims") == "1"
+    assert await crew.bench.field("b", "state") is None
+
+
+async def test_dying_engine_hands_jobs_back_and_charges_only_those_of_its_step(crew: ServiceBench) -> None:
+    worker = await crew.start()
+    for job_id in ("a", "b"):
+        await crew.submit(job_id, max_tokens=4000)
+        await crew.published(job_id, 3)
+
+    worker.engine.die("out of memory", ["b"])
+    status = await worker.task
+
+    assert status == FAILED
+    assert not worker.service.health.live
+    assert [await crew.bench.field(job_id, "attempts") for job_id in ("a", "b")] == ["0", "1"]
+    assert await crew.bench.pending() == 2
+    second = await crew.start()
+    await crew.until(lambda: len(second.engine.added) == 2, "both jobs in another engine")
+    assert {request.id: request.isolate for request in second.engine.added} == {"a": False, "b": True}
+
+
+async def test_hanging_engine_is_killed(crew: ServiceBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.running.HANG_SECONDS", 0.2)
+    worker = await crew.start()
+    await crew.submit("a", max_tokens=4000)
+    await crew.published("a", 3)
+    worker.engine.go.clear()
+
+    assert await worker.task == FAILED
+    assert worker.engine.killed
+
+
+async def test_engine_that_refuses_to_start_is_an_error_before_any_job_is_claimed(crew: ServiceBench) -> None:
+    engine = FakeEngine()
+    engine.refuse_start = EngineRefused("weights: model.safetensors is cut off")
+    await crew.submit("a")
+    worker = await crew.start(engine=engine, wait=False)
+
+    assert await worker.task == REFUSED
+    assert "cut off" in worker.service.health.reason
+    assert await crew.bench.field("a", "state") is None
+
+
+async def test_worker_with_another_model_refuses_to_join(crew: ServiceBench) -> None:
+    await crew.start(digest="one")
+    await crew.submit("a", max_tokens=4)
+    await crew.reply("a")
+    other = await crew.start(digest="two", wait=False)
+
+    assert await other.task == REFUSED
+    assert "'one'" in other.service.health.reason
+    assert "'two'" in other.service.health.reason
+
+
+async def test_taken_metrics_port_is_an_error_that_names_it(crew: ServiceBench) -> None:
+    first = await crew.start()
+    assert first.service.address is not None
+    port = first.service.address.port
+    second = await crew.start(metrics_port=port, wait=False)
+
+    assert await second.task == REFUSED
+    assert str(port) in second.service.health.reason
+
+
+async def test_full_engine_leaves_jobs_in_redis_for_others(crew: ServiceBench) -> None:
+    worker = await crew.start(engine=FakeEngine(max_sequences=2, step_seconds=0.01))
+    for n in range(6):
+        await crew.submit(f"j{n}", max_tokens=4000)
+    await crew.published("j1", 3)
+
+    async def pending() -> int:
+        return await crew.bench.pending()
+
+    assert await pending() == 2
+    assert await crew.bench.redis.xlen(crew.bench.keys.jobs("normal", 0)) == 6
+    assert [request.id for request in worker.engine.added] == ["j0", "j1"]
+
+
+async def test_suspect_is_marked_to_be_stepped_alone(crew: ServiceBench) -> None:
+    first = await crew.start()
+    first.engine.go.clear()
+    await crew.submit("a")
+    await crew.until(lambda: first.engine.added, "the job in the engine")
+    await first.kill()
+    second = await crew.start()
+
+    await crew.reply("a")
+
+    request: Request = second.engine.added[0]
+    assert (request.id, request.isolate) == ("a", True)
+
+
+async def test_many_suspects_clear_in_a_moment(crew: ServiceBench) -> None:
+    engine = FakeEngine(max_sequences=32)
+    engine.go.clear()
+    for n in range(16):
+        await crew.submit(f"j{n}")
+    first = await crew.start(engine=engine)
+    await crew.until(lambda: len(first.engine.added) == 16, "the jobs in the engine")
+    await first.kill()
+    second = await crew.start(engine=FakeEngine(max_sequences=32))
+    await crew.until(lambda: second.engine.added, "the first trial")
+    began = time.monotonic()
+
+    for n in range(16):
+        assert (await crew.reply(f"j{n}")).ids == script(HELLO, 8)
+    assert time.monotonic() - began < 5
+
+
+async def test_sigterm_while_starting_ends_at_once(crew: ServiceBench) -> None:
+    worker = await crew.start(redis="redis://127.0.0.1:1/0", wait=False)
+    await asyncio.sleep(0)
+
+    assert await worker.stop() == OK
+
+
+async def test_metrics_of_a_few_jobs_add_up(crew: ServiceBench) -> None:
+    worker = await crew.start()
+    for n in range(5):
+        await crew.submit(f"j{n}", max_tokens=4)
+    await crew.bench.submit("bad", body="{")
+    for job_id in [*(f"j{n}" for n in range(5)), "bad"]:
+        await crew.reply(job_id)
+
+    async def page() -> str | None:
+        text = worker.service.metrics.render().decode()
+        return text if 'gllm_jobs_total{outcome="length"} 5.0' in text else None
+
+    text = await until(page, "the counts")
+    assert "gllm_time_to_first_token_seconds_count 5.0" in text
+    assert "gllm_inter_token_seconds_count 15.0" in text
+    assert 'gllm_jobs_total{outcome="invalid"} 1.0' in text
+    assert 'gllm_queue_depth{priority="normal"} 0.0' in text
