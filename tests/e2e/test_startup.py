@@ -7,21 +7,27 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 
 import gllm
 from gllm.keys import Keys
 from tests.e2e.conftest import Start
 from tests.e2e.worker_process import WorkerProcess
+from tests.engine import models
 from tests.servers import Server, binaries
 from worker.embedded import free_port
+
+Spoil = Callable[[Path], str]
 
 IDLE_EXIT_SECONDS = 5.0  # about one in practice; a shell that swallows SIGTERM takes the supervisor's whole timeout
 
 
-def ask(url: str, queue: str, **job: object) -> gllm.Result:
+def ask(url: str, queue: str, **job: Any) -> gllm.Result:
     """Submit one job and wait for its reply."""
     with gllm.SyncClient(url, queue) as client:
         return client.result(client.submit(**{"prompt": "abc", "max_tokens": 4, "ignore_eos": True} | job), timeout=60)
@@ -217,3 +223,61 @@ def test_keys_of_a_served_queue_expire_or_are_permanent(start: Start, one_url: s
     worker.wait_event("ready")
     assert ask(one_url, keys.queue).usage.completion_tokens == 4
     assert seconds_to_exit(worker, worker.process.pid) < IDLE_EXIT_SECONDS
+
+
+# What cannot work ends the worker with one clear line, before it joins the queue
+
+
+def without_weights(model: Path) -> str:
+    (model / "model.safetensors").unlink()
+    return "model.safetensors"
+
+
+def with_truncated_weights(model: Path) -> str:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return "model.safetensors"
+
+
+def with_unknown_switch(model: Path) -> str:
+    models.edit_config(model, attn_temperature_tuning=True)
+    return "attn_temperature_tuning"
+
+
+def without_tokenizer(model: Path) -> str:
+    (model / "tokenizer.json").unlink()
+    return "tokenizer"
+
+
+@pytest.mark.parametrize("spoil", [without_weights, with_truncated_weights, with_unknown_switch, without_tokenizer])
+def test_spoilt_model_is_refused_by_file_or_option(
+    start: Start, tiny_model: Path, tmp_path: Path, redis_client: redis.Redis, queue_name: str, spoil: Spoil
+) -> None:
+    model = tmp_path / "spoilt"
+    shutil.copytree(tiny_model, model)
+    named = spoil(model)
+    worker = start("--model", str(model))
+    assert worker.wait_exit() not in (0, None)
+    errors = [line for line in worker.events if line["level"] in ("error", "critical")]
+    assert len(errors) == 1, worker.said
+    assert named in errors[0]["message"]
+    assert "Traceback" not in worker.said
+    assert redis_client.zcard(Keys(queue_name).workers) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--model", "/no/such/model"], "/no/such/model"),
+        (["--redis", "http://localhost"], "--redis"),
+        (["--metrics-port", "70000"], "--metrics-port"),
+        (["--kv-memory", "much"], "--kv-memory"),
+        (["--queue", "a b"], "--queue"),
+        (["--block-size", "0"], "--block-size"),
+    ],
+)
+def test_impossible_setting_is_refused_by_name(start: Start, flags: list[str], named: str) -> None:
+    worker = start(*flags)
+    assert worker.wait_exit() not in (0, None)
+    assert named in worker.said
+    assert "Traceback" not in worker.said
