@@ -49,6 +49,8 @@ class Server:
                 try:
                     client.ping()
                     return
+                except redis.AuthenticationError:
+                    return  # it asks for a password, so it is there
                 except redis.ConnectionError:
                     assert time.monotonic() < end, f"{self.binary} does not answer on port {self.port}"
                     time.sleep(0.02)

@@ -54,6 +54,7 @@ class Service:
         self.metrics = Metrics()
         self.address: Address | None = None
         self.name = worker_name()
+        self.running: Running | None = None  # once everything is loaded and Redis is there
         self._bridge = bridge or Bridge()
         self._load = load
         self._log = structlog.get_logger()
@@ -119,7 +120,8 @@ class Service:
                 task.cancel()
             await asyncio.gather(loading, joining, return_exceptions=True)
         self._loaded()
-        return Running(queue, clients, self._bridge, model, self.health, self.metrics)
+        self.running = Running(queue, clients, self._bridge, model, self.health, self.metrics)
+        return self.running
 
     def _loaded(self) -> None:
         bridge, metrics = self._bridge, self.metrics

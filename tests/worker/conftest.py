@@ -4,6 +4,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from gllm.connection import connect
+from gllm.keys import Keys
+from tests.servers import Server
 from tests.worker.queue_bench import QueueBench
 from tests.worker.service_bench import ServiceBench
 
@@ -14,3 +17,13 @@ async def crew(bench: QueueBench, redis_url: str) -> AsyncIterator[ServiceBench]
     crew = ServiceBench(bench, redis_url)
     yield crew
     await crew.close()
+
+
+@pytest.fixture
+async def own_crew(own_server: Server, queue_name: str) -> AsyncIterator[ServiceBench]:
+    """The same on a server of the test's own."""
+    client = connect(own_server.url)
+    crew = ServiceBench(QueueBench(client, Keys(queue_name)), own_server.url)
+    yield crew
+    await crew.close()
+    await client.aclose()

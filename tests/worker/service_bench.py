@@ -12,6 +12,7 @@ from gllm.protocol import Done, Error, ReplyEvent, Resume, Start, Tokens
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.queue_bench import QueueBench, until
 from tests.worker.text_fixtures import CHATML, byte_level_backend, loaded
+from worker.active import ActiveJob
 from worker.config import Settings
 from worker.service import Service
 from worker.startup import Model
@@ -39,6 +40,11 @@ class Worker:
     @property
     def ready(self) -> bool:
         return self.service.health.ready
+
+    @property
+    def jobs(self) -> list[ActiveJob]:
+        assert self.service.running is not None
+        return list(self.service.running.jobs)
 
     async def kill(self) -> None:
         """As SIGKILL would: nothing is handed back, nothing is renewed any more."""

@@ -1,0 +1,97 @@
+"""A TCP proxy in front of a Redis server that tests can make misbehave."""
+
+import asyncio
+import random
+from contextlib import suppress
+
+LOADING = b"-LOADING Redis is loading the dataset in memory\r\n"
+
+
+class Proxy:
+    """Passes bytes on, unless told otherwise.
+
+    Set `swallow`: nothing goes either way, connections stay. `loading`: every command is answered with LOADING.
+    `cut`: how likely an answer is lost together with its connection, after the server has done the work.
+    """
+
+    def __init__(self, host: str, port: int, seed: int = 1) -> None:
+        self._target = host, port
+        self._random = random.Random(seed)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._open = asyncio.Event()
+        self._open.set()
+        self.loading = False
+        self.cut = 0.0
+        self.cuts = 0
+
+    async def __aenter__(self) -> "Proxy":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self.drop_all()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def swallow(self) -> bool:
+        return not self._open.is_set()
+
+    @swallow.setter
+    def swallow(self, value: bool) -> None:
+        (self._open.clear if value else self._open.set)()
+
+    def drop_all(self) -> None:
+        """Close every connection."""
+        for writer in self._writers:
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._writers.add(writer)
+        try:
+            with suppress(OSError, asyncio.CancelledError):
+                await self._relay(reader, writer)
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, forth = await asyncio.open_connection(*self._target)
+        ways = [asyncio.create_task(self._up(reader, writer, forth)), asyncio.create_task(self._down(back, writer))]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            forth.close()
+
+    async def _up(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, forth: asyncio.StreamWriter
+    ) -> None:
+        while data := await reader.read(65536):
+            await self._open.wait()
+            if self.loading:
+                writer.write(LOADING * data.count(b"*", 0, 1))
+            else:
+                forth.write(data)
+
+    async def _down(self, back: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await back.read(65536):
+            await self._open.wait()
+            if self._random.random() < self.cut:
+                self.cuts += 1
+                return
+            writer.write(data)
