@@ -15,9 +15,11 @@ from worker.terminal import visible
 
 if TYPE_CHECKING:
     from rich.panel import Panel
+    from rich.table import Table
 
 LINE_CHARACTERS = 88  # a plain line is written when this much of an answer has come, or at its line breaks
 PANES_PER_ROW = 2
+FRAMES_PER_SECOND = 5
 LEAST_ROWS, LEAST_COLUMNS = 20, 60  # a smaller terminal has no room for eight panes
 HEAD = ("#", "question", "first token", "tokens", "tokens/s", "prompt", "cached", "end")
 
@@ -91,15 +93,21 @@ class PaneScreen(Screen):
 
         self._chats = chats
         self._console = Console()
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._live = Live(
+            console=self._console, get_renderable=self._grid, refresh_per_second=FRAMES_PER_SECOND, transient=True
+        )
         self._live.start()
 
     def close(self) -> None:
         self._live.stop()
         for chat in self._chats:
-            click.echo(f"[{chat.number}] {click.style(chat.question, bold=True)}\n    {visible(chat.text.strip())}\n")
+            click.echo(f"[{chat.number}] {click.style(chat.question, bold=True)}")
+            click.echo(textwrap.indent("\n".join(_wrapped(chat.text.strip(), self._console.width - 4)), "    ") + "\n")
 
     def show(self, chat: Chat) -> None:
+        """Nothing to do: the screen is drawn a few times a second; once per token would take the engine's CPU time."""
+
+    def _grid(self) -> "Table":
         from rich.table import Table
 
         grid = Table.grid(expand=True)
@@ -108,7 +116,7 @@ class PaneScreen(Screen):
         panes = [self._pane(one) for one in self._chats]
         for row in range(0, len(panes), PANES_PER_ROW):
             grid.add_row(*panes[row : row + PANES_PER_ROW])
-        self._live.update(grid, refresh=True)
+        return grid
 
     def _pane(self, chat: Chat) -> "Panel":
         from rich.panel import Panel
@@ -117,10 +125,14 @@ class PaneScreen(Screen):
         rows = -(-len(self._chats) // PANES_PER_ROW)
         height = min(8, (self._console.height - 1) // rows)
         width = self._console.width // PANES_PER_ROW - 4
-        lines = [part for line in chat.text.splitlines() for part in textwrap.wrap(visible(line), width) or [""]]
+        lines = _wrapped(chat.text, width)
         colour = "green" if chat.well else "red" if chat.end else "cyan" if chat.tokens else "dim"
         title = f"[bold]{chat.number}[/] {chat.question}"
         return Panel(Text("\n".join(lines[-(height - 2) :])), title=title, height=height, border_style=colour)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return [part for line in text.splitlines() for part in textwrap.wrap(visible(line), width) or [""]]
 
 
 def table(chats: list[Chat]) -> str:

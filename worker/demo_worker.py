@@ -30,6 +30,12 @@ class DemoFailed(RuntimeError):
     """The demo cannot go on; the message says why."""
 
 
+def worker_command(model: str, device: str, dtype: str, queue: str) -> list[str]:
+    options = ["--model", model, "--device", device, "--dtype", dtype, "--queue", queue, "--prefix-cache"]
+    own = ["--metrics-port", "0", "--metrics-host", "127.0.0.1", "--log-format", "json", "--log-level", "info"]
+    return [sys.executable, "-m", "worker.cli", "worker", *options, *own]
+
+
 class DemoWorker:
     """One worker process. Use it as a context manager: it is asked to stop (SIGTERM) at the end of the block.
 
@@ -37,9 +43,7 @@ class DemoWorker:
     """
 
     def __init__(self, model: str, device: str, dtype: str, redis: str, queue: str, log_path: Path) -> None:
-        options = ["--model", model, "--device", device, "--dtype", dtype, "--queue", queue, "--prefix-cache"]
-        own = ["--metrics-port", "0", "--metrics-host", "127.0.0.1", "--log-format", "json", "--log-level", "info"]
-        self._command = [sys.executable, "-m", "worker.cli", "worker", *options, *own]
+        self._command = worker_command(model, device, dtype, queue)
         self._environment = {**os.environ, "GLLM_REDIS": redis}  # not an argument: it may hold a password
         self._log = _LogFile(log_path)
         self._process: subprocess.Popen[bytes] | None = None
