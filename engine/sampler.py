@@ -15,6 +15,7 @@ from kernels import gumbel, row_keys
 
 LOWEST_LOGPROB = -9999.0  # stands for -inf, which JSON cannot say
 NUCLEUS_GUESS = 1024  # most nuclei are within this many tokens; larger ones take a full sort of their row
+FLOAT_MAX = torch.finfo(torch.float32).max
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -43,7 +44,7 @@ class Sampler:
         """Set up the row of a sequence that was admitted."""
         row, sampling = sequence.row, sequence.request.sampling
         for name in _FLOATS:
-            self._float[name][row] = getattr(sampling, name)
+            self._float[name][row] = min(getattr(sampling, name), FLOAT_MAX)
         vocab_size = len(self._vocab)
         self._top_k[row] = sampling.top_k if 0 < sampling.top_k < vocab_size else vocab_size
         self._seed[row] = sequence.seed - 2**64 if sequence.seed >= 2**63 else sequence.seed
@@ -78,8 +79,9 @@ class Sampler:
             if sampling.logit_bias:
                 ids = torch.tensor(list(sampling.logit_bias), device=self._device)
                 scores[index, ids] += torch.tensor(list(sampling.logit_bias.values()), device=self._device)
-            if sequence.length - sequence.prompt_length <= sampling.min_tokens and sequence.end_ids:
-                scores[index, torch.tensor(sorted(sequence.end_ids), device=self._device)] = -torch.inf
+            if sequence.length - sequence.prompt_length <= sampling.min_tokens:
+                ends = [token for token in sequence.end_ids if token < len(self._vocab)]  # files may name ids beyond it
+                scores[index, torch.tensor(ends, dtype=torch.int64, device=self._device)] = -torch.inf
         return scores
 
     def _penalise(self, scores: Tensor, rows: Tensor) -> Tensor:
@@ -98,7 +100,8 @@ class Sampler:
     def _draw_random(
         self, scores: Tensor, rows: Tensor, positions: Tensor, sequences: list[Sequence], drawn: list[int]
     ) -> Tensor:
-        scores = scores / self._float["temperature"][rows, None]
+        scores = scores.clamp(max=FLOAT_MAX)  # a bias or a penalty may have brought infinity
+        scores = (scores - scores.amax(-1, keepdim=True)) / self._float["temperature"][rows, None]
         filtered = [i for i, index in enumerate(drawn) if has_filter(sequences[index].request.sampling)]
         if filtered:
             chosen = torch.tensor(filtered, device=self._device)
@@ -108,14 +111,14 @@ class Sampler:
     def _filter(self, scores: Tensor, rows: Tensor) -> Tensor:
         """-inf for what top-k, top-p and min-p exclude, in this order. Ties with the last one kept are kept."""
         top_k, top_p, min_p = self._top_k[rows], self._float["top_p"][rows], self._float["min_p"][rows]
-        most = int(top_k.clamp(max=scores.shape[1]).max())
-        if int(top_k.min()) < scores.shape[1]:
-            limited = torch.where(top_k < scores.shape[1], top_k, 1)
-            most = int(limited.max())
-            last = scores.topk(most).values.gather(1, limited[:, None] - 1)
-            scores = scores.masked_fill((scores < last) & (top_k < scores.shape[1])[:, None], -torch.inf)
+        limited = top_k < scores.shape[1]
+        if bool(limited.any()):
+            most = int(top_k.where(limited, 1).max())
+            last = scores.topk(most).values.gather(1, top_k.clamp(max=most)[:, None] - 1)
+            scores = scores.masked_fill((scores < last) & limited[:, None], -torch.inf)
         if bool((top_p < 1).any()):
-            scores = scores.masked_fill(scores < nucleus_floor(scores, top_p)[:, None], -torch.inf)
+            floor = nucleus_floor(scores, top_p).masked_fill(top_p >= 1, -torch.inf)
+            scores = scores.masked_fill(scores < floor[:, None], -torch.inf)
         return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + min_p.log()[:, None], -torch.inf)
 
     # -- counting and reporting -----------------------------------------------------------------------------------
@@ -171,6 +174,6 @@ def token_logprobs(logits: Tensor, ids: Tensor, count: int) -> list[TokenLogprob
     """Log-softmax of raw logits [B, vocabulary] at ids [B], with the `count` best ones; -inf as LOWEST_LOGPROB."""
     logprobs = logits.log_softmax(-1).clamp_(min=LOWEST_LOGPROB)
     own = logprobs.gather(1, ids[:, None]).squeeze(1).tolist()
-    best = logprobs.topk(count)
+    best = logprobs.topk(min(count, logprobs.shape[1]))
     tops = [list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     return list(zip(ids.tolist(), own, tops, strict=True))
