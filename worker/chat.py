@@ -117,9 +117,16 @@ def _repeated(value: Any, count: Any) -> int:
 
 
 class _SmallNamespace(Namespace):
-    """The one thing that a template can change in a loop."""
+    """The one thing that a template can change in a loop. Names with an underscore belong to Python."""
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise SecurityError(f"a namespace with the name {name!r}")
         _check_size(value)
         super().__setitem__(name, value)
 

@@ -1,7 +1,7 @@
 """Control tokens inside text: finding what spells one, and hiding it from the tokenizer."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from worker.stops import Symbol
@@ -64,13 +64,13 @@ class Hiding:
     """Puts a placeholder, one private character, in place of each span, and remembers which stands for what.
 
     A template may move, repeat or drop such a character, but cannot take it apart. A placeholder that the text brings
-    along is hidden like a span, so nobody can write one.
+    along is hidden like a span, so nobody can write one. Placeholders are consecutive characters.
     """
 
-    def __init__(self, placeholders: Iterable[str]) -> None:
+    def __init__(self, placeholders: Sequence[str]) -> None:
         self._free = iter(placeholders)
         self._mark_of: dict[str, str] = {}
-        self._own = re.compile("[" + "".join(placeholders) + "]")
+        self._own = re.compile(f"[{placeholders[0]}-{placeholders[-1]}]")
 
     @property
     def hidden(self) -> dict[str, str]:

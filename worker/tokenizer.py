@@ -25,7 +25,8 @@ from worker.tokenizer_files import TokenizerFiles, read_directory
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 PLACEHOLDERS = [chr(0xF0000 + i) for i in range(512)]  # private use; stand for spans that must stay plain text
-_PLACEHOLDER = re.compile("([" + "".join(PLACEHOLDERS) + "])")
+BATCH = 500  # texts handed to the library at once: what it does before and after it, it does with Python's lock
+_PLACEHOLDER = re.compile(f"([{PLACEHOLDERS[0]}-{PLACEHOLDERS[-1]}])")  # a range: a list is tried one by one
 
 
 def load_tokenizer(path: Path) -> "Tokenizer":
@@ -80,11 +81,13 @@ class Tokenizer:
     def encode_guarded(self, text: str, hidden: Mapping[str, str]) -> list[int]:
         """The ids of a rendered chat in which the placeholders `hidden` stand for text that must not be parsed."""
         first, *rest = _PLACEHOLDER.split(text) if hidden else [text]
-        marks, between = rest[::2], rest[1::2]
-        plain = dict(zip(set(marks), _encode_inside(self._plain, [hidden.get(m, m) for m in set(marks)]), strict=True))
+        marks = sorted(set(rest[::2]))
+        plain = dict(zip(marks, _encode_inside(self._plain, [hidden.get(m, m) for m in marks]), strict=True))
         ids = self.encode(first, add_special=False)
-        for mark, after in zip(marks, _encode_inside(self._backend, between), strict=True):
-            ids += plain[mark] + after
+        for start in range(0, len(rest), 2 * BATCH):
+            batch = rest[start : start + 2 * BATCH]
+            for mark, after in zip(batch[::2], _encode_inside(self._backend, batch[1::2]), strict=True):
+                ids += plain[mark] + after
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:

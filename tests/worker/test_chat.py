@@ -14,7 +14,7 @@ from worker import chat
 from worker.chat import ChatFailed, ChatTemplate, encode_chat
 from worker.control import PromptError
 from worker.models import ModelError
-from worker.tokenizer import PLACEHOLDERS, Tokenizer, load_tokenizer
+from worker.tokenizer import PLACEHOLDERS, Tokenizer
 
 NOW = datetime(2026, 2, 3, 4, 5, 6, tzinfo=UTC)
 LLAMA_2 = (
@@ -103,7 +103,7 @@ class TestSameIdsAsTheReference:
             "{%- for m in messages -%}\n    {%- if loop.first %}\nA{% endif %}\n  {{ m.content }}\n{% endfor %}\nB\n",
             "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}",
             "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}!{{ tools is none }}{{ documents }}",
-            "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+            "{% set s = namespace(n=0, self=1) %}{% for m in messages %}{% set s.n = s.n + 1 %}{% endfor %}{{ s.n }}",
             "{{ messages | tojson(indent=2) }}{{ messages[0].missing }}{{ bos_token }}{{ undefined_name }}",
             "{% macro f(x) %}<{{ x | upper }}>{% endmacro %}{{ f(messages[-1].content) }}",
             "{{ dict(a=1) }}{{ 2 ** 3 * 'a' }}{{ 1 + 2 }}{{ 'a' ~ 1 }}{{ '%s' | format(1) }}{{ range(3) | list }}",
@@ -195,41 +195,6 @@ class TestMessagesAreNoControlTokens:
         assert max(ids_of(tokenizer, user(content))) < 300
 
 
-class TestTemplatesOfAModel:
-    @pytest.fixture
-    def model(self, tmp_path: Path) -> Path:
-        return fixtures.save(tmp_path, fixtures.byte_level_backend())
-
-    def test_a_file_of_its_own_wins_over_the_config(self, model: Path) -> None:
-        (model / "tokenizer_config.json").write_text('{"chat_template": "config"}')
-        assert load_tokenizer(model).chat_template == "config"
-        (model / "chat_template.jinja").write_text("file")
-        assert load_tokenizer(model).chat_template == "file"
-
-    def test_several_named_ones(self, model: Path) -> None:
-        named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-        (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-        tokenizer = load_tokenizer(model)
-        assert tokenizer.chat_templates == {"tool_use": "T", "default": "D"}
-        assert tokenizer.chat_template == "D"
-
-    def test_further_ones_in_files_of_their_own(self, model: Path) -> None:
-        (model / "chat_template.jinja").write_text("D")
-        (model / "additional_chat_templates").mkdir()
-        (model / "additional_chat_templates" / "rag.jinja").write_text("R")
-        assert load_tokenizer(model).chat_templates == {"default": "D", "rag": "R"}
-
-    def test_one_beside_the_config(self, model: Path) -> None:
-        (model / "chat_template.json").write_text('{"chat_template": "J"}')
-        assert load_tokenizer(model).chat_template == "J"
-
-    def test_none_and_none_that_is_the_default(self, model: Path) -> None:
-        assert load_tokenizer(model).chat_template is None
-        named = [{"name": "a", "template": "A"}, {"name": "b", "template": "B"}]
-        (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-        assert load_tokenizer(model).chat_template is None
-
-
 class TestSandbox:
     def test_the_time_is_the_jobs(self) -> None:
         assert render("{{ strftime_now('%Y-%m-%d %H:%M') }}") == "2026-02-03 04:05"
@@ -253,6 +218,8 @@ class TestSandbox:
             "{{ messages.append(1) }}",
             "{{ cycler.__init__.__globals__ }}",
             "{{ namespace.__init__.__globals__ }}",
+            "{% set ns = namespace(__html__=1) %}",
+            "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
             "{{ '{0.__class__}'.format(1) }}",
             "{{ raise_exception.__globals__ }}",
             "{{ lipsum() }}",

@@ -1,5 +1,6 @@
 """Tokenizers as model directories hold them: ids and texts equal to the library's, and what is refused."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, decoders, processors
 
+from gllm.validate import job_from
 from tests.worker import text_fixtures as fixtures
 from worker.control import PromptError
+from worker.intake import Intake
 from worker.models import ModelError
 from worker.tokenizer import load_tokenizer
 
@@ -159,10 +162,49 @@ def test_text_that_is_no_unicode_is_refused() -> None:
         fixtures.loaded(fixtures.byte_level_backend()).encode("a\ud800b")
 
 
-def test_a_long_text_is_encoded_while_other_threads_run() -> None:
+class TestTemplatesOfAModel:
+    @pytest.fixture
+    def model(self, tmp_path: Path) -> Path:
+        return fixtures.save(tmp_path, fixtures.byte_level_backend())
+
+    def test_a_file_of_its_own_wins_over_the_config(self, model: Path) -> None:
+        (model / "tokenizer_config.json").write_text('{"chat_template": "config"}')
+        assert load_tokenizer(model).chat_template == "config"
+        (model / "chat_template.jinja").write_text("file")
+        assert load_tokenizer(model).chat_template == "file"
+
+    def test_several_named_ones(self, model: Path) -> None:
+        named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+        (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+        tokenizer = load_tokenizer(model)
+        assert tokenizer.chat_templates == {"tool_use": "T", "default": "D"}
+        assert tokenizer.chat_template == "D"
+
+    def test_further_ones_in_files_of_their_own(self, model: Path) -> None:
+        (model / "chat_template.jinja").write_text("D")
+        (model / "additional_chat_templates").mkdir()
+        (model / "additional_chat_templates" / "rag.jinja").write_text("R")
+        assert load_tokenizer(model).chat_templates == {"default": "D", "rag": "R"}
+
+    def test_one_beside_the_config(self, model: Path) -> None:
+        (model / "chat_template.json").write_text('{"chat_template": "J"}')
+        assert load_tokenizer(model).chat_template == "J"
+
+    def test_none_and_none_that_is_the_default(self, model: Path) -> None:
+        assert load_tokenizer(model).chat_template is None
+        named = [{"name": "a", "template": "A"}, {"name": "b", "template": "B"}]
+        (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+        assert load_tokenizer(model).chat_template is None
+
+
+@pytest.mark.parametrize("kind", ["prompt", "messages", "hostile"])
+def test_a_long_text_becomes_ids_while_other_threads_run(kind: str) -> None:
     """The event loop's thread must not wait for a tokenising thread: watch how long another thread is kept away."""
-    tokenizer = fixtures.smollm2()
-    text = "The quick brown fox, 1234 jumps over the lazy dog. " * 20_000
+    text = ("<|im_end|> <| " if kind == "hostile" else "The quick brown fox, 1234 jumps. ") * 30_000
+    prompt = {"prompt": text} if kind == "prompt" else {"messages": [{"role": "user", "content": text}]}
+    size = 2**22
+    info = fixtures.engine_info(vocab_size=49152, max_model_len=size, capacity_tokens=size)
+    intake, job = Intake(fixtures.smollm2(), info), job_from(**prompt)
     waits: list[float] = []
     done = threading.Event()
 
@@ -175,11 +217,11 @@ def test_a_long_text_is_encoded_while_other_threads_run() -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     started = time.perf_counter()
-    tokenizer.encode(text)
+    intake.prepare(job)
     took = time.perf_counter() - started
     done.set()
     watcher.join()
-    assert max(waits) < took / 2, "encoding kept the global lock"
+    assert max(waits) < took / 2, "something kept the global lock"
 
 
 def test_the_worker_side_of_text_imports_no_torch() -> None:

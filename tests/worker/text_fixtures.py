@@ -7,14 +7,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import gguf
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from engine.wire import EngineInfo
 from worker.models import resolve_model
 from worker.pieces import BYTE_OF
+from worker.text import ReplyText
 from worker.tokenizer import Tokenizer, load_tokenizer
 
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # tokenizer.ggml.token_type
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}"
@@ -123,3 +126,47 @@ def engine_info(**changes: Any) -> EngineInfo:
     values = {"model": "tiny", "numerics": "none", "device": "cpu", "dtype": "float32", "deterministic": True}
     values |= {"vocab_size": 300, "max_model_len": 128, "block_size": 16, "kv_blocks": 16, "capacity_tokens": 256}
     return EngineInfo(**(values | {"max_sequences": 8, "eos_token_ids": []} | changes))
+
+
+def ids_of(tokenizer: Tokenizer, *pieces: str | bytes) -> list[int]:
+    """One token per piece, spelled exactly so."""
+    backend = tokenizer._backend
+    found = [backend.token_to_id(p if isinstance(p, str) and p.startswith("<|") else spell(p)) for p in pieces]
+    assert None not in found, pieces
+    return [token for token in found if token is not None]
+
+
+def reply(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = (), **options: Any) -> ReplyText:
+    text = ReplyText(tokenizer, prompt, **options)
+    text.push(ids)
+    return text
+
+
+def write_gguf(path: Path, model: str = "gpt2", **fields: Any) -> Path:
+    """A GGUF file with a tokenizer and no tensors. `fields` are `tokenizer.ggml.*` entries."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(model)
+    for name, value in fields.items():
+        key = f"tokenizer.ggml.{name}"
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key if name != "chat_template" else "tokenizer.chat_template", value)
+        else:
+            writer.add_array(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def byte_level_fields(**changes: Any) -> dict[str, Any]:
+    """Control tokens, 256 bytes, and merges over a small alphabet."""
+    merges = ["Ġ a", "a b", "1 2", "12 9", "Ġa b", "! !", "a A", "' s", "Ġ Ġ", "Ċ Ċ"]
+    tokens = [*SPECIALS, "<think>", *(BYTE_SPELLING[byte] for byte in range(256))]
+    tokens += [merge.replace(" ", "") for merge in merges]
+    types = [CONTROL] * 3 + [USER_DEFINED] + [NORMAL] * (len(tokens) - 4)
+    fields = {"pre": "smollm", "tokens": tokens, "token_type": types, "merges": merges}
+    return fields | {"bos_token_id": 1, "eos_token_id": 2} | changes
