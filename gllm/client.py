@@ -87,9 +87,7 @@ class Client:
 
         Raises InvalidJob, QueueFull, and redis-py's errors once the client's patience is over.
         """
-        if job is not None and fields:
-            raise InvalidJob(f"{next(iter(fields))}: give a Job or its fields, not both")
-        body = encoded(job_from(**fields) if job is None else job)
+        body = encoded(_one_job(job, fields))
         job_id = _checked_id(secrets.token_hex(16) if id is None else id)
         labels = _checked_labels(affinity=affinity, tenant=tenant, traceparent=traceparent)
         times = await self._healed(lambda: self._times(deadline=deadline, not_before=not_before))
@@ -109,7 +107,8 @@ class Client:
 
         A reader that was interrupted goes on behind `last_id`, the `entry` of the last event it has dealt with
         (`characters` of that event makes this exact even when the stream was rewritten in between). `timeout`: seconds
-        without an event after which TimeoutError is raised; a job may also wait for a worker that long.
+        without an event after which TimeoutError is raised. Without it, a reply that nobody writes is waited for for
+        ever: an id that was never submitted looks like a job that no worker has taken yet.
 
         Lost connections heal unnoticed, for at most the client's patience. Raises Rewound, Hole and ReplyExpired.
         """
@@ -231,6 +230,16 @@ def _next_block(heard: float, timeout: float | None) -> float:
     if left <= 0:
         raise TimeoutError(f"no event of the reply for {timeout:g} seconds")
     return min(left, BLOCK_SECONDS)
+
+
+def _one_job(job: Job | None, fields: dict[str, Any]) -> Job:
+    if job is None:
+        return job_from(**fields)
+    if not isinstance(job, Job):  # pyright: ignore[reportUnnecessaryIsInstance]: a bare prompt is easily passed
+        raise InvalidJob(f"job: a Job or fields like prompt=… expected, got {shown(job)}")
+    if fields:
+        raise InvalidJob(f"{next(iter(fields))}: give a Job or its fields, not both")
+    return job
 
 
 def _checked_id(job_id: str) -> str:

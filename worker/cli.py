@@ -1,6 +1,7 @@
 """The command `gllm`. What a command needs is imported when it runs: a producer has neither torch nor structlog."""
 
 import sys
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import click
@@ -13,6 +14,9 @@ from worker.cli_options import need_extra, resolved, setting_options
 @click.version_option(package_name="gllm", prog_name="gllm")
 def main() -> None:
     """LLM generation over Redis: workers take jobs from a queue and write each reply to a stream of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a model writes what a terminal's encoding may not have
 
 
 @main.command("worker")

@@ -42,7 +42,7 @@ class DemoOptions(Struct, frozen=True, kw_only=True):
 def run(options: DemoOptions) -> int:
     """The exit status: 0 only if every chat and the worker ended well. If not, its directory with the logs stays."""
     directory = Path(tempfile.mkdtemp(prefix="gllm-demo-"))
-    signal.signal(signal.SIGTERM, _interrupt)  # else a terminated demo would leave its worker and server running
+    before = signal.signal(signal.SIGTERM, _interrupt)  # else a terminated demo would leave worker and server running
     status = 1
     try:
         status = _demo(options, directory)
@@ -51,6 +51,8 @@ def run(options: DemoOptions) -> int:
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         status = INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if status == 1:
         click.echo(f"The logs are in {directory}", err=True)
     else:

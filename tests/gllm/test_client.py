@@ -152,6 +152,11 @@ async def test_client_submit_refuses_a_job_beside_fields(client: Client) -> None
         await client.submit(Job(prompt="x"), top_k=3)
 
 
+async def test_client_submit_refuses_a_bare_prompt(client: Client) -> None:
+    with pytest.raises(InvalidJob, match='a Job or fields like prompt=… expected, got "Hello"'):
+        await client.submit("Hello")  # type: ignore[arg-type]
+
+
 async def test_client_submit_checks_a_job_built_by_hand(client: Client) -> None:
     with pytest.raises(InvalidJob, match="top_p"):
         await client.submit(Job(prompt="x", top_p=7.0))

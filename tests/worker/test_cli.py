@@ -129,6 +129,18 @@ def test_cli_submit_ends_with_1_for_a_cancelled_job(on_queue: Gllm, server: redi
 # --- tail and cancel ---
 
 
+def test_cli_tail_writes_what_the_encoding_of_the_terminal_has_not(
+    redis_url: str, server: redis_sync.Redis, keys: Keys
+) -> None:
+    scribe = Scribe(server, keys, "job1")
+    scribe.tokens(0, 0, [1], "é🙂")
+    scribe.done(1)
+    command = [sys.executable, "-m", "worker.cli", "tail", "job1", "--redis", redis_url, "--queue", keys.queue]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=30, check=False)
+    assert (done.stdout, done.returncode) == (b"\xe9\\U0001f642\n", 0)
+
+
 def test_cli_tail_goes_on_behind_an_entry(on_queue: Gllm, server: redis_sync.Redis, keys: Keys) -> None:
     Scribe(server, keys, "job1").hello()
     assert on_queue("tail", "job1").stdout == "Hello world\n"

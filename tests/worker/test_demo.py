@@ -41,8 +41,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Demo:
         monkeypatch.setattr(demo_worker, "worker_command", lambda model, device, dtype, queue: [*command, queue])
         return CliRunner().invoke(main, ["demo", *arguments], env=environment)
 
-    yield run
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return run
 
 
 def done(cached: int, tokens: int = 2) -> Done:
