@@ -78,6 +78,15 @@ def test_sigterm_while_loading_ends_the_worker_too(start: Start) -> None:
     assert worker.descendants() == []
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_torch_is_loaded_by_the_engines_process_only(start: Start) -> None:
+    worker = start()
+    worker.wait_event("ready")
+    (engine, *_) = worker.descendants()
+    assert "libtorch" in Path(f"/proc/{engine}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{worker.process.pid}/maps").read_text()
+
+
 # PK-H2: Redis is not up yet, or still loading
 
 
