@@ -79,7 +79,7 @@ class Intake:
 
     def reply_text(self, job: Job, prompt_ids: Sequence[int]) -> ReplyText:
         """The text of the job's reply, from its first token on."""
-        room = self.info.max_model_len - len(prompt_ids)
+        total = min(self.info.max_model_len, self.info.capacity_tokens + 1)  # the last token needs no place in the pool
         return ReplyText(
             self.tokenizer,
             prompt_ids,
@@ -88,7 +88,8 @@ class Intake:
             end_ids=frozenset() if job.ignore_eos else self._end_ids,
             stop_ids=frozenset(job.stop_token_ids),
             min_tokens=job.min_tokens,
-            max_tokens=room if job.max_tokens is None else min(job.max_tokens, room),
+            max_tokens=job.max_tokens,
+            room=total - len(prompt_ids) if job.max_tokens is None else None,
         )
 
     def _encode(self, job: Job, submitted_ms: int | None) -> list[int]:

@@ -29,6 +29,9 @@ class ReplyText:
     `end_ids` (end of sequence) and `stop_ids` end the reply without a text of their own unless `include_stop` is set;
     a control token never has text, but it ends the reply also where `stops` spell it out. Nothing ends the reply
     before `min_tokens` tokens are complete, except `max_tokens`.
+
+    `room` is how many tokens this worker can hold. It ends the reply too, but takes no token away: another worker, with
+    more of it, may have published them.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class ReplyText:
         stop_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
         max_tokens: int | None = None,
+        room: int | None = None,
     ) -> None:
         self.ids: list[int] = []
         self.offsets: list[int] = []
@@ -53,7 +57,7 @@ class ReplyText:
         self._matchers = _matchers(tokenizer, stops)
         self._include_stop = include_stop
         self._end_ids, self._stop_ids = end_ids, stop_ids
-        self._min_tokens, self._max_tokens = min_tokens, max_tokens
+        self._min_tokens, self._max_tokens, self._room = min_tokens, max_tokens, room
 
     @property
     def text(self) -> str:
@@ -74,6 +78,8 @@ class ReplyText:
             if self.ending is not None:
                 break
             self._append(token)
+        if self._room is not None and len(self.ids) >= self._room:
+            self.ending = self.ending or Ending("length")
         return self.ending
 
     def tail(self) -> str:

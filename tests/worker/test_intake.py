@@ -164,11 +164,21 @@ class TestReplies:
         assert text.push(taken.tokenizer.encode("ab!c")) == Ending("stop", "!")
         assert text.text == "ab!"
 
-    def test_without_max_tokens_the_models_limit_is_the_length(self) -> None:
+    @pytest.mark.parametrize(("info", "room"), [({}, 8), ({"capacity_tokens": 124}, 5)])
+    def test_without_max_tokens_what_the_worker_can_hold_is_the_length(self, info: dict[str, int], room: int) -> None:
+        text = intake(**info).reply_text(job_from(prompt="a"), [5] * 120)
+        assert text.push([10] * (room - 1)) is None
+        assert text.push([10]) == Ending("length", None)
+
+    def test_what_a_larger_worker_published_is_kept(self) -> None:
         text = intake().reply_text(job_from(prompt="a"), [5] * 120)
         assert text.push([10] * 20) == Ending("length", None)
-        assert len(text.ids) == 8
-        assert intake().reply_text(job_from(prompt="a", max_tokens=3), [5]).push([10] * 9) == Ending("length", None)
+        assert len(text.ids) == 20
+
+    def test_max_tokens_is_the_length(self) -> None:
+        text = intake().reply_text(job_from(prompt="a", max_tokens=3), [5])
+        assert text.push([10] * 9) == Ending("length", None)
+        assert len(text.ids) == 3
 
     def test_min_tokens(self) -> None:
         text = intake().reply_text(job_from(prompt="a", min_tokens=2, stop="!"), [5])

@@ -197,6 +197,15 @@ class TestEnds:
         text = reply(words, bytes_of(words, "漢"), max_tokens=2)
         assert (text.text, text.tail(), text.ending) == ("", "\ufffd", Ending("length", None))
 
+    def test_the_workers_room_ends_a_reply_but_keeps_what_was_published(self, words: Tokenizer) -> None:
+        ids = ids_of(words, "ABC", "DEF", "GH", "X")
+        text = ReplyText(words, [], room=3)
+        assert text.push(ids[:2]) is None
+        assert text.push(ids[2:3]) == Ending("length", None)
+        published = reply(words, ids, room=3)
+        assert (published.ids, published.ending) == (ids, Ending("length", None))
+        assert reply(words, ids, room=3, stops=["X"]).ending == Ending("stop", "X")
+
     def test_pushing_nothing_ends_nothing(self, words: Tokenizer) -> None:
         assert ReplyText(words, [], max_tokens=0).push([]) is None
 
