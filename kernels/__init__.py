@@ -6,6 +6,7 @@
 
 from kernels.attention import AttentionBatch, Heads
 from kernels.backend import Backend, TorchBackend
+from kernels.linear import Linear
 from kernels.noise import gumbel, row_keys
 
 
@@ -14,4 +15,4 @@ def select(*, deterministic: bool) -> Backend:
     return TorchBackend(deterministic=deterministic)
 
 
-__all__ = ["AttentionBatch", "Backend", "Heads", "TorchBackend", "gumbel", "row_keys", "select"]
+__all__ = ["AttentionBatch", "Backend", "Heads", "Linear", "TorchBackend", "gumbel", "row_keys", "select"]

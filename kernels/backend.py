@@ -7,15 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention import AttentionBatch, paged_attention
-from kernels.rows import LARGE, RowCounts, cancelling
-
-WIDE = 16384  # outputs wider than this (vocabulary heads) are probed with few rows only: they are rarely given more
+from kernels.linear import Linear, prepare_linear
 
 
 class Backend(Protocol):
     """What a forward pass needs. The meaning of each operation stands in kernels/reference.py."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
@@ -33,12 +31,9 @@ class TorchBackend:
 
     def __init__(self, *, deterministic: bool) -> None:
         self._deterministic = deterministic
-        self._rows: dict[tuple[torch.Size, torch.dtype, bool], RowCounts] = {}
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not self._deterministic:
-            return F.linear(x, weight, bias)
-        return self._row_counts(weight, bias).apply(lambda rows: F.linear(rows, weight, bias), x)
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return prepare_linear(weight, bias, deterministic=self._deterministic)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -61,16 +56,3 @@ class TorchBackend:
 
     def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
         return paged_attention(q, kv, batch, scale)
-
-    def _row_counts(self, weight: Tensor, bias: Tensor | None) -> RowCounts:
-        key = (weight.shape, weight.dtype, bias is not None)
-        found = self._rows.get(key)
-        if found is None:
-            found = self._rows[key] = self._probe(weight, bias)
-        return found
-
-    @staticmethod
-    def _probe(weight: Tensor, bias: Tensor | None) -> RowCounts:
-        rows = 128 if weight.shape[0] > WIDE else LARGE[-1]
-        x, stand_in = cancelling(rows, weight.shape[0], weight.shape[1], weight.dtype, weight.device)
-        return RowCounts.measure(lambda part: F.linear(part, stand_in, bias), x)

@@ -134,6 +134,7 @@ class Bridge:
     async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+        # Passive: a spinning thread pool turns a busy neighbour on one core into steps that take ten times as long.
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -145,7 +146,7 @@ class Bridge:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": path},
+                env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PYTHONPATH": path},
             )
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         self._tasks.append(asyncio.create_task(self._relay_output()))
