@@ -67,7 +67,7 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 class Launching(Struct, frozen=True, tag=True):
-    """The requests of the steps from here on; sent when they change, so that the parent knows whom a crash may blame."""
+    """The requests of the steps from here on; sent when they change, so the parent knows whom a crash may blame."""
 
     ids: list[str]
 
