@@ -127,7 +127,7 @@ class Scheduler:
         return bool(plan.entries)
 
     def _plan_running(self, plan: Plan) -> tuple[int, bool]:
-        """Give every running sequence its tokens, in admission order. Returns the budget left and if any lost its row."""
+        """Give running sequences their tokens, in admission order. Returns the budget left, and if any lost its row."""
         budget, preempted, index = self.max_step_tokens, False, 0
         while index < len(self.running) and budget:
             sequence = self.running[index]
