@@ -51,6 +51,8 @@ class Intake:
             ids = self._encode(job, submitted_ms)
         except PromptError as error:
             raise JobRejected("invalid", f"{_prompt_field(job)}: {error}") from error
+        except RecursionError as error:
+            raise JobRejected("invalid", f"{_prompt_field(job)}: nested too deeply") from error
         self._check_prompt(job, ids)
         self._check_room(job, len(ids))
         return ids

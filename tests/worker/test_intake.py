@@ -121,6 +121,13 @@ class TestRefusals:
         assert text.startswith("prompt: text that is no valid Unicode")
         assert refusal(Job(messages=[{"role": "user", "content": "\ud800"}]))[1].startswith("messages: text that is no")
 
+    def test_messages_nested_too_deeply(self) -> None:
+        content: Any = "x"
+        for _ in range(5000):
+            content = [content]
+        job = Job(messages=[{"role": "user", "content": "hi", "extra": content}])
+        assert refusal(job) == ("invalid", "messages: nested too deeply")
+
     def test_a_broken_template_is_refused_at_start(self) -> None:
         with pytest.raises(ModelError, match="chat_template: line 1"):
             intake("{% for %}")
