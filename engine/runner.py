@@ -1,6 +1,5 @@
 """The device: parameters, KV memory, the rows of running sequences, and the one place where a step is computed."""
 
-from array import array
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -57,10 +56,13 @@ class Runner:
 
     @torch.inference_mode()
     def _make_rows(self) -> None:
-        """KV memory and per-row state. Block `kv_blocks` and row `max_sequences` are for padding, never content."""
+        """KV memory and per-row state. Block `kv_blocks` and row `max_sequences` are for padding, never content.
+
+        The memory stays as it comes: nothing reads what was not written, and a CPU hands out pages as they are used.
+        """
         config = self.model_config
         shape = (2, self.kv_blocks + 1, config.kv_heads, self.block_size, config.head_dim)
-        self.cache = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(config.layers)]
+        self.cache = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(config.layers)]
         columns = -(-self.max_model_len // self.block_size)
         self._tables = torch.full((self.max_sequences + 1, columns), self.kv_blocks, device=self.device)
         self._last_token = torch.zeros(self.max_sequences + 1, dtype=torch.int64, device=self.device)
@@ -166,6 +168,3 @@ def model_limit(config: ModelConfig, asked: int | None) -> int:
         raise DeviceError(f"max_model_len: 1 to {limit} (the model's limit) expected, got {asked}")
     return asked
 
-
-def token_array(tokens: "array[int]", device: torch.device) -> Tensor:
-    return torch.frombuffer(tokens, dtype=torch.int32).to(device, torch.int64)
