@@ -32,7 +32,7 @@ class Sampler:
     """Sampling parameters and penalty counts live on the device, in the rows of running sequences."""
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
-        self._vocab = torch.arange(vocab_size, device=device)
+        self._vocab = torch.arange(vocab_size, dtype=torch.int32, device=device)
         self._device, self._rows = device, rows
         self._float = {name: torch.zeros(rows, device=device) for name in _FLOATS}
         self._top_k = torch.zeros(rows, dtype=torch.int64, device=device)
