@@ -77,6 +77,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.counters = Counters()
         self._retiring: list[Sequence] = []  # ended, but a launched step may still write their blocks
+        self._in_flight = 0  # steps planned that are neither committed nor failed
         self._rows = list(range(max_sequences - 1, -1, -1))
         self._swaps: list[tuple[int, int, int]] = []
 
@@ -113,17 +114,21 @@ class Scheduler:
         if not plan.entries:
             return None
         self._swaps = []
+        self._in_flight += 1
         return plan
 
     def _plan_trial(self, plan: Plan) -> bool:
-        """A sequence on trial is stepped alone; True if this step is such a one."""
+        """A sequence on trial is stepped alone; True if this step is such a one, or must wait for one or another's."""
         trial = next((s for s in self.running if s.isolated and not s.held), None)
-        if trial is not None:
-            if trial.remaining and self._grow(trial, self.max_step_tokens, plan):
-                self._plan(trial, self.max_step_tokens, plan)
-            return bool(plan.entries)
-        if self.waiting and self.waiting[0].isolated:
+        head = self._next_waiting()
+        if trial is None and not (head and head.isolated):
+            return False
+        if self._in_flight:
+            return True  # whoever else is in flight would share the blame
+        if trial is None:
             self._admit(plan, self.max_step_tokens)
+        elif trial.remaining and self._grow(trial, self.max_step_tokens, plan):
+            self._plan(trial, self.max_step_tokens, plan)
         return bool(plan.entries)
 
     def _plan_running(self, plan: Plan) -> tuple[int, bool]:
@@ -179,26 +184,32 @@ class Scheduler:
         self._leave_row(sequence)
 
     def _admit(self, plan: Plan, budget: int) -> None:
-        while self.waiting and self._rows and budget:
-            sequence = self.waiting[0]
-            if sequence.isolated and plan.entries:
+        while self._rows and budget:
+            sequence = self._next_waiting()
+            if sequence is None or (sequence.isolated and plan.entries):
                 break
             matched = self._match(sequence)
             need = -(-sequence.length // self.pool.block_size) - len(matched)
             reserve = self.watermark if self.running else 0
             if need + reserve > self.pool.available_beside(matched):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             self._open(sequence, matched, need, plan)
             budget -= self._plan(sequence, budget, plan)
             if sequence.isolated:
                 break
+
+    def _next_waiting(self) -> Sequence | None:
+        return next((sequence for sequence in self.waiting if not sequence.held), None)
 
     def _match(self, sequence: Sequence) -> list[int]:
         """The cached blocks of its prefix; at least one token stays to be computed."""
         if sequence.wants_prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_length:
             return []  # cached positions never run the forward pass
         limit = (len(sequence.tokens) - 1) // self.pool.block_size
+        if sequence.admissions and sequence.prompt_done < sequence.prompt_length:
+            # Preempted within its prompt: its hits are told and counted, so what others computed since is not for it.
+            limit = sequence.prompt_done // self.pool.block_size
         return self.pool.match(sequence.tokens, sequence.namespace, limit)
 
     def _open(self, sequence: Sequence, matched: list[int], need: int, plan: Plan) -> None:
@@ -227,6 +238,7 @@ class Scheduler:
 
     def commit(self, plan: Plan, sampled: Sampled) -> list[Delta]:
         """Take in what a step computed: tokens, endings, and the blocks that are now full and known to be computed."""
+        self._in_flight -= 1
         deltas: list[Delta] = []
         for index, entry in enumerate(plan.entries):
             delta = self._commit_entry(entry, index, sampled)
@@ -237,12 +249,15 @@ class Scheduler:
 
     def fail(self, plan: Plan, message: str) -> list[Delta]:
         """The step failed: nothing of it is published, and its sequences end with an error."""
+        self._in_flight -= 1
         deltas: list[Delta] = []
         for entry in plan.entries:
             entry.sequence.in_flight -= 1
             if entry.sequence.finish_reason is None:
                 deltas.append(self._finish(entry.sequence, FinishReason.ERROR, error=message))
         self._retire()
+        # The device may not have taken the plan's differences, some of which are for rows that go on.
+        self._swaps = [(s.row, index, block) for s in self.running for index, block in enumerate(s.table)]
         return deltas
 
     def _commit_entry(self, entry: Entry, index: int, sampled: Sampled) -> Delta | None:
@@ -301,7 +316,9 @@ class Scheduler:
         if sequence.kv == sequence.limit:  # max_tokens=0: the prompt was all there is to run
             return self._finish(sequence, FinishReason.LENGTH, prompt_logprobs=prompt_logprobs)
         first_step = sequence.admissions == 1 and entry.start == sequence.cached
-        return Delta(id=sequence.id, usage=sequence.usage()) if first_step else None
+        if not first_step and prompt_logprobs is None:
+            return None
+        return Delta(id=sequence.id, prompt_logprobs=prompt_logprobs, usage=sequence.usage())
 
     def _append(
         self,

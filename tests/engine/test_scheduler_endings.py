@@ -1,0 +1,298 @@
+"""How a request ends or stands still: cancel in every phase, failure, NaN, hold, trial. No torch: see scripted.py."""
+
+import pytest
+
+from engine.request import FinishReason
+from tests.engine.scripted import EOS, Bench, expected
+
+A, B, C = ([start + n for n in range(12)] for start in (3, 17, 31))
+depths = pytest.mark.parametrize("depth", [1, 2])
+
+
+def until(bench: Bench, what) -> None:
+    for _ in range(200):
+        if what():
+            return
+        bench.step()
+    raise AssertionError("never came")
+
+
+# -- cancel -----------------------------------------------------------------------------------------------------------
+
+
+@depths
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("steps", range(9))
+def test_cancelled_after_any_number_of_steps(depth, cache, steps):
+    """Waiting, in each chunk of its prompt, decoding, in its last step, and after its end."""
+    bench = Bench(budget=5, depth=depth, cache=cache)
+    bench.add("x", A, max_tokens=4)
+    bench.add("beside", B, max_tokens=9)
+    for _ in range(steps):
+        bench.step()
+    bench.launch()
+    known = len(bench.told["x"].tokens)
+    bench.cancel("x")
+    bench.cancel("x")
+    bench.run()
+    x = bench.told["x"]
+    assert x.tokens == expected(bench.sequences["x"].request, known)
+    assert x.reason is (FinishReason.LENGTH if known == 4 else FinishReason.CANCELLED)
+    assert x.ends[0].usage.completion_tokens == known
+    bench.prove("beside")
+
+
+def test_cancelled_while_waiting_leaves_no_trace():
+    bench = Bench(rows=1)
+    bench.add("first", A)
+    bench.add("x", B)
+    bench.step()
+    bench.cancel("x")
+    assert not bench.scheduler.waiting
+    bench.run()
+    assert bench.scheduler.counters.prefix_prompt_tokens == 12
+    assert bench.told["x"].tokens == []
+    bench.prove("first")
+
+
+def test_cancelled_in_flight_keeps_blocks_and_row_until_the_step_is_known():
+    bench = Bench(blocks=4, rows=1)
+    x = bench.add("x", A)
+    bench.add("next", B)
+    bench.launch()
+    table, row = list(x.table), x.row
+    bench.cancel("x")
+    assert (x.table, x.row) == (table, row), "the launched step may still write there"
+    assert bench.scheduler.schedule() is None
+    bench.collect()
+    assert (x.table, x.row) == ([], -1)
+    assert bench.pool.counts.reclaimable == 0, "what was in flight is not published"
+    bench.run()
+    bench.prove("next")
+
+
+def test_cancelled_in_the_step_that_would_have_ended_it():
+    bench = Bench()
+    bench.add("x", A, max_tokens=1)
+    bench.launch()
+    bench.cancel("x")
+    bench.run()
+    assert (bench.told["x"].tokens, bench.told["x"].reason) == ([], FinishReason.CANCELLED)
+    assert bench.scheduler.counters.generation_tokens == 0
+
+
+def test_cancelled_while_preempted_and_in_flight():
+    bench = Bench(blocks=5, depth=2)
+    bench.add("a", A[:7], max_tokens=8)
+    x = bench.add("x", B[:7], max_tokens=8)
+    for _ in range(40):
+        bench.launch()
+        if x.row < 0 and x.in_flight:
+            break
+        bench.collect()
+        bench.launch()
+    assert x in bench.scheduler.waiting
+    bench.cancel("x")
+    bench.run()
+    assert bench.told["x"].reason is FinishReason.CANCELLED
+    bench.prove("a")
+
+
+# -- failure ----------------------------------------------------------------------------------------------------------
+
+
+@depths
+@pytest.mark.parametrize("steps", range(5))
+def test_a_failed_step_ends_its_requests_once_and_publishes_nothing(depth, steps):
+    bench = Bench(budget=9, depth=depth)
+    bench.add("x", A, max_tokens=3)
+    bench.add("y", B, max_tokens=3)
+    for _ in range(steps):
+        bench.step()
+    before = {block for block in range(64) if bench.pool.is_registered(block)}
+    live = [name for name in "xy" if bench.sequences[name].row >= 0 and not bench.told[name].ends]
+    bench.launch()
+    bench.fail()
+    assert {block for block in range(64) if bench.pool.is_registered(block)} <= before
+    assert all(bench.told[name].reason is FinishReason.ERROR for name in live)
+    bench.run()
+    bench.add("again", A, max_tokens=3)
+    bench.run()
+    bench.prove("again")
+
+
+def test_one_that_was_not_in_the_failed_step_still_learns_of_its_new_blocks():
+    """The failed plan carried the swap of an adopted block; its device may never have seen it."""
+    bench = Bench(budget=16)
+    bench.add("a", A[:8], max_tokens=12)
+    twin = bench.add("twin", A[:8], max_tokens=12)
+    bench.step()
+    assert bench.scheduler._swaps, "twin adopted the blocks of a"
+    twin.held = True
+    plan = bench.scheduler.schedule()
+    bench.take(bench.scheduler.fail(plan, "the device never saw it"))
+    twin.held = False
+    bench.add("stranger", B, max_tokens=8)  # would be given the blocks that twin gave back
+    bench.run()
+    assert bench.told["a"].reason is FinishReason.ERROR
+    bench.prove("twin", "stranger")
+
+
+@pytest.mark.parametrize("budget", [12, 64])
+def test_nan_ends_one_request_and_its_neighbours_do_not_notice(budget):
+    bench = Bench(budget=budget)
+    bench.add("x", A, max_tokens=3)
+    bench.add("beside", B, max_tokens=6)
+    bench.device.broken.add("x")
+    bench.run()
+    assert bench.told["x"].reason is FinishReason.ERROR
+    assert "not finite" in bench.told["x"].ends[0].error
+    assert bench.told["x"].tokens == []
+    bench.device.broken.clear()
+    bench.add("again", A, max_tokens=3)
+    bench.run()
+    assert bench.told["again"].cached == {0}, "nothing of the broken step was published"
+    bench.prove("beside", "again")
+
+
+def test_nan_in_a_later_step_keeps_what_was_published_before():
+    bench = Bench()
+    bench.add("x", A[:7], max_tokens=9)
+    bench.step()
+    bench.device.broken.add("x")
+    bench.run()
+    assert bench.told["x"].tokens == expected(bench.sequences["x"].request, 1)
+    assert bench.pool.counts.reclaimable == 1, "the block that filled up in the broken step is not among them"
+
+
+# -- ending by token --------------------------------------------------------------------------------------------------
+
+
+@depths
+def test_end_tokens_end_after_min_tokens_and_late_extra_ones_are_dropped(depth):
+    bench = Bench(depth=depth, rows=3)
+    for start in range(40):
+        bench.add(f"r{start}", [start + 3, start + 4], max_tokens=30, ignore_eos=False, min_tokens=start % 5)
+    bench.run()
+    bench.prove()
+    stopped = [told for told in bench.told.values() if told.reason is FinishReason.STOP]
+    assert len(stopped) > 5
+    assert all(told.tokens[-1] == EOS for told in stopped)
+    assert bench.scheduler.counters.generation_tokens == sum(len(told.tokens) for told in bench.told.values())
+
+
+# -- hold -------------------------------------------------------------------------------------------------------------
+
+
+@depths
+@pytest.mark.parametrize("steps", range(6))
+def test_held_after_any_number_of_steps_stands_still_and_goes_on(depth, steps):
+    bench = Bench(budget=5, depth=depth)
+    x = bench.add("x", A, max_tokens=4)
+    bench.add("beside", B, max_tokens=9)
+    for _ in range(steps):
+        bench.step()
+    x.held = True
+    while bench.launched:
+        bench.collect()
+    computed, table = x.computed, list(x.table)
+    until(bench, lambda: bench.told["beside"].ends)
+    assert (x.computed, x.table) == (computed, table), "it keeps its place and its KV"
+    assert bench.launch() is None
+    x.held = False
+    bench.run()
+    bench.prove()
+
+
+def test_held_before_its_admission_waits_without_keeping_others_waiting():
+    bench = Bench()
+    x = bench.add("x", A)
+    x.held = True
+    bench.add("behind", B)
+    until(bench, lambda: bench.told["behind"].ends)
+    assert x.row < 0
+    assert bench.launch() is None
+    x.held = False
+    bench.run()
+    bench.prove()
+
+
+def test_held_and_preempted_is_not_stepped_at_its_return():
+    bench = Bench(blocks=6)
+    bench.add("a", A[:4], max_tokens=16)
+    x = bench.add("x", B, max_tokens=4)
+    bench.step()
+    x.held = True
+    until(bench, lambda: bench.told["a"].ends)
+    assert x.preemptions == 1
+    assert bench.launch() is None
+    x.held = False
+    bench.run()
+    bench.prove()
+
+
+# -- trial ------------------------------------------------------------------------------------------------------------
+
+
+@depths
+def test_one_on_trial_is_stepped_alone_until_its_first_token(depth):
+    bench = Bench(budget=7, depth=depth)
+    bench.add("a", A, max_tokens=6)
+    bench.step()
+    x = bench.add("x", B, max_tokens=4, isolate=True)
+    bench.add("later", C, max_tokens=3)
+    alone = 0
+    while not x.output_length:
+        while len(bench.launched) < depth and bench.launch():
+            pass
+        flying = [{entry.sequence.id for entry in plan.entries} for plan, _ in bench.launched]
+        assert flying == [{"x"}] or not any("x" in names for names in flying), "nothing else is in flight with it"
+        alone += flying == [{"x"}]
+        bench.collect()
+    assert alone >= 2
+    bench.run()
+    assert any({"a", "x"} <= set(plan) for plan in bench.plans), "acquitted: it joins the others"
+    bench.prove()
+
+
+def test_a_trial_that_is_resumed_lasts_until_a_new_token():
+    bench = Bench()
+    bench.add("a", A, max_tokens=6)
+    bench.add("x", B, max_tokens=6, isolate=True, output=[5, 6])
+    bench.run()
+    with_x = [plan for plan in bench.plans if "x" in plan]
+    assert with_x[0] == {"x": 14}
+    assert all("a" in plan for plan in with_x[1:4])
+    bench.prove()
+
+
+def test_two_trials_follow_each_other():
+    bench = Bench()
+    for name, tokens in (("x", A), ("y", B)):
+        bench.add(name, tokens, max_tokens=3, isolate=True)
+    bench.add("a", C, max_tokens=3)
+    bench.run()
+    assert bench.plans[:3] == [{"x": 12}, {"y": 12}, {"x": 1, "y": 1, "a": 12}]
+    bench.prove()
+
+
+def test_a_held_trial_lets_the_others_go_on():
+    bench = Bench(budget=6)
+    x = bench.add("x", A, max_tokens=3, isolate=True)
+    bench.add("a", B, max_tokens=3)
+    bench.step()
+    x.held = True
+    until(bench, lambda: bench.told["a"].ends)
+    x.held = False
+    bench.run()
+    bench.prove()
+
+
+def test_a_trial_that_does_not_fit_yet_does_not_stop_those_that_run():
+    bench = Bench(blocks=4)
+    bench.add("a", A[:8], max_tokens=6)
+    bench.step()
+    bench.add("x", B, max_tokens=2, isolate=True)
+    bench.run()
+    assert {"x": 12} in bench.plans
+    bench.prove()
