@@ -17,12 +17,13 @@ from gllm.connection import connect_sync
 from gllm.keys import Keys, shard_of
 from gllm.protocol import TERMINAL_ENTRY_ID, InvalidJob, Job, Tokens
 from gllm.reply import Hole, JobFailed, Reply, ReplyExpired, Rewound
+from tests.gllm.scribe import Scribe
 from tests.servers import Server, binaries
 
 
 @pytest.fixture
-async def client(server_url: str, keys: Keys) -> AsyncIterator[Client]:
-    async with Client(server_url, keys.queue) as client:
+async def client(redis_url: str, keys: Keys) -> AsyncIterator[Client]:
+    async with Client(redis_url, keys.queue) as client:
         yield client
 
 
@@ -171,8 +172,8 @@ async def test_client_submit_counts_times_on_redis_clock(client: Client, raw: re
     assert int(fields[b"not_before"]) == int(moment.timestamp() * 1000)
 
 
-async def test_client_submit_refuses_a_full_queue(server_url: str, raw: redis.Redis, keys: Keys) -> None:
-    async with Client(server_url, keys.queue, max_queue=2) as client:
+async def test_client_submit_refuses_a_full_queue(redis_url: str, raw: redis.Redis, keys: Keys) -> None:
+    async with Client(redis_url, keys.queue, max_queue=2) as client:
         await client.submit(prompt="x", priority="low")
         await client.submit(prompt="x", priority="high")
         with pytest.raises(QueueFull, match="2 unfinished jobs, max_queue is 2"):
@@ -207,14 +208,14 @@ def test_client_refuses_a_queue_name_that_is_none() -> None:
 # --- stream ---
 
 
-async def test_client_streams_a_finished_reply(client: Client, scribe) -> None:
+async def test_client_streams_a_finished_reply(client: Client, scribe: Scribe) -> None:
     scribe.hello()
     replies = await collect(client, scribe.id)
     assert joined(replies) == "Hello world"
     assert [reply.entry for reply in replies] == ["0-1", "1-0", "3-0", TERMINAL_ENTRY_ID]
 
 
-async def test_client_streams_live_while_it_is_written(client: Client, scribe) -> None:
+async def test_client_streams_live_while_it_is_written(client: Client, scribe: Scribe) -> None:
     async with reading(client, scribe.id) as (replies, task):
         await until(lambda: blocked_readers(scribe.raw), "the reader waits")
         scribe.start()
@@ -226,7 +227,7 @@ async def test_client_streams_live_while_it_is_written(client: Client, scribe) -
         assert joined(replies) == "a"
 
 
-async def test_client_resumes_behind_the_last_entry(client: Client, scribe) -> None:
+async def test_client_resumes_behind_the_last_entry(client: Client, scribe: Scribe) -> None:
     scribe.start()
     scribe.tokens(0, 0, [1, 2], "ab")
     async with aclosing(client.stream(scribe.id)) as stream:
@@ -239,12 +240,12 @@ async def test_client_resumes_behind_the_last_entry(client: Client, scribe) -> N
     assert [reply.entry for reply in rest] == ["3-0", "3-2", TERMINAL_ENTRY_ID]
 
 
-async def test_client_that_has_read_the_end_reads_nothing_more(client: Client, scribe) -> None:
+async def test_client_that_has_read_the_end_reads_nothing_more(client: Client, scribe: Scribe) -> None:
     scribe.hello()
     assert await collect(client, scribe.id, TERMINAL_ENTRY_ID) == []
 
 
-async def test_client_does_not_notice_killed_connections(client: Client, scribe) -> None:
+async def test_client_does_not_notice_killed_connections(client: Client, scribe: Scribe) -> None:
     async with reading(client, scribe.id) as (replies, task):
         scribe.start()
         for number in range(12):
@@ -259,14 +260,14 @@ async def test_client_does_not_notice_killed_connections(client: Client, scribe)
 
 
 async def test_client_reads_on_after_a_restart_of_the_server(
-    server_kind: str, tmp_path: Path, keys: Keys, scribe
+    server_kind: str, tmp_path: Path, keys: Keys, scribe: Scribe
 ) -> None:
     """Redis is away for a while, and comes back with what its append-only file has."""
     server = Server(binaries()[server_kind], tmp_path, "--appendonly", "yes", "--appendfsync", "always")
     server.start()
     try:
         with connect_sync(server.url) as raw:
-            own = type(scribe)(raw, keys, "job1")
+            own = Scribe(raw, keys, "job1")
             own.start()
             own.tokens(0, 0, [1], "a")
             async with Client(server.url, keys.queue) as client, reading(client, "job1") as (replies, task):
@@ -287,7 +288,7 @@ async def test_client_reads_on_after_a_restart_of_the_server(
         server.stop(kill=True)
 
 
-async def test_client_reads_on_in_an_older_copy_after_a_failover(client: Client, scribe) -> None:
+async def test_client_reads_on_in_an_older_copy_after_a_failover(client: Client, scribe: Scribe) -> None:
     """The stream is put back to its second token; the worker repairs from there in other entries."""
     scribe.start()
     scribe.tokens(0, 0, [1, 2], "ab")
@@ -305,7 +306,7 @@ async def test_client_reads_on_in_an_older_copy_after_a_failover(client: Client,
         assert joined(replies) == "abcde"
 
 
-async def test_client_raises_rewound_when_the_failover_lost_what_it_read(client: Client, scribe) -> None:
+async def test_client_raises_rewound_when_the_failover_lost_what_it_read(client: Client, scribe: Scribe) -> None:
     scribe.start()
     older = scribe.raw.dump(scribe.out)
     scribe.tokens(0, 0, [1, 2], "ab")
@@ -319,14 +320,14 @@ async def test_client_raises_rewound_when_the_failover_lost_what_it_read(client:
             task.result()
 
 
-async def test_client_raises_hole_when_entries_are_missing(client: Client, scribe) -> None:
+async def test_client_raises_hole_when_entries_are_missing(client: Client, scribe: Scribe) -> None:
     scribe.start()
     scribe.tokens(4, 4, [5], "e")
     with pytest.raises(Hole, match="tokens 0 to 4"):
         await collect(client, scribe.id)
 
 
-async def test_client_resumed_by_entry_alone_reads_a_shortened_stream(client: Client, scribe) -> None:
+async def test_client_resumed_by_entry_alone_reads_a_shortened_stream(client: Client, scribe: Scribe) -> None:
     scribe.tokens(0, 0, [1, 2], "ab")
     scribe.tokens(2, 2, [3], "c")
     scribe.done(3)
@@ -334,7 +335,7 @@ async def test_client_resumed_by_entry_alone_reads_a_shortened_stream(client: Cl
     assert joined(await collect(client, scribe.id, "2-0")) == "c"
 
 
-async def test_client_raises_reply_expired_at_once(client: Client, scribe) -> None:
+async def test_client_raises_reply_expired_at_once(client: Client, scribe: Scribe) -> None:
     scribe.state("ended")
     started = time.monotonic()
     with pytest.raises(ReplyExpired, match="job job1 has ended"):
@@ -342,7 +343,7 @@ async def test_client_raises_reply_expired_at_once(client: Client, scribe) -> No
     assert time.monotonic() - started < 1.5
 
 
-async def test_client_raises_reply_expired_when_the_reply_goes_while_it_waits(client: Client, scribe) -> None:
+async def test_client_raises_reply_expired_when_the_reply_goes_while_it_waits(client: Client, scribe: Scribe) -> None:
     scribe.start()
     async with reading(client, scribe.id) as (replies, task):
         await until(lambda: replies, "the start is read")
@@ -353,13 +354,13 @@ async def test_client_raises_reply_expired_when_the_reply_goes_while_it_waits(cl
             task.result()
 
 
-async def test_client_waits_for_a_job_that_no_worker_has_taken(client: Client, scribe) -> None:
+async def test_client_waits_for_a_job_that_no_worker_has_taken(client: Client, scribe: Scribe) -> None:
     await client.submit(prompt="x", id=scribe.id)
     with pytest.raises(TimeoutError, match=r"no event of the reply for 0\.2 seconds"):
         await collect(client, scribe.id, timeout=0.2)
 
 
-async def test_client_stream_timeout_counts_silence_not_length(client: Client, scribe) -> None:
+async def test_client_stream_timeout_counts_silence_not_length(client: Client, scribe: Scribe) -> None:
     async def write() -> None:
         for number in range(6):
             await asyncio.sleep(0.2)
@@ -371,7 +372,7 @@ async def test_client_stream_timeout_counts_silence_not_length(client: Client, s
         assert joined(await collect(client, scribe.id, timeout=1.0)) == "x" * 6
 
 
-async def test_client_reads_a_long_reply_in_pieces(client: Client, scribe) -> None:
+async def test_client_reads_a_long_reply_in_pieces(client: Client, scribe: Scribe) -> None:
     for number in range(700):
         scribe.tokens(number, number, [number], "x")
     scribe.done(700)
@@ -379,18 +380,18 @@ async def test_client_reads_a_long_reply_in_pieces(client: Client, scribe) -> No
 
 
 async def test_client_reads_more_streams_at_once_than_a_default_pool_has_connections(
-    client: Client, raw: redis.Redis, keys: Keys, scribe
+    client: Client, raw: redis.Redis, keys: Keys
 ) -> None:
     ids = [f"job{number}" for number in range(150)]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(collect(client, job_id)) for job_id in ids]
         await until(lambda: len(blocked_readers(raw)) >= 150, "all readers wait")
         for job_id in ids:
-            type(scribe)(raw, keys, job_id).hello()
+            Scribe(raw, keys, job_id).hello()
     assert {joined(task.result()) for task in tasks} == {"Hello world"}
 
 
-async def test_client_two_producers_of_one_id_read_the_same_reply(client: Client, scribe) -> None:
+async def test_client_two_producers_of_one_id_read_the_same_reply(client: Client, scribe: Scribe) -> None:
     ids = [await client.submit(prompt="x", id=scribe.id) for _ in range(2)]
     scribe.hello()
     assert ids == [scribe.id] * 2
@@ -407,27 +408,27 @@ async def test_client_stream_refuses_what_is_no_id(client: Client) -> None:
 # --- result and cancel ---
 
 
-async def test_client_result_is_the_whole_reply(client: Client, scribe) -> None:
+async def test_client_result_is_the_whole_reply(client: Client, scribe: Scribe) -> None:
     scribe.hello()
     result = await client.result(scribe.id)
     assert (result.id, result.text, result.ids, result.finish_reason) == (scribe.id, "Hello world", [1, 2, 3], "stop")
     assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (5, 3)
 
 
-async def test_client_result_raises_the_jobs_error(client: Client, scribe) -> None:
+async def test_client_result_raises_the_jobs_error(client: Client, scribe: Scribe) -> None:
     scribe.error("too_large", "prompt: 9000 tokens, the model takes 8192")
     with pytest.raises(JobFailed, match="9000 tokens") as caught:
         await client.result(scribe.id)
     assert (caught.value.code, caught.value.retryable) == ("too_large", False)
 
 
-async def test_client_result_waits_no_longer_than_told(client: Client, scribe) -> None:
+async def test_client_result_waits_no_longer_than_told(client: Client, scribe: Scribe) -> None:
     scribe.start()
     with pytest.raises(TimeoutError):
         await client.result(scribe.id, timeout=0.2)
 
 
-async def test_client_that_timed_out_can_go_on_reading(client: Client, scribe) -> None:
+async def test_client_that_timed_out_can_go_on_reading(client: Client, scribe: Scribe) -> None:
     """A cancelled read must not leave its answer in the connection for the next one."""
     for _ in range(5):
         with pytest.raises(TimeoutError):
@@ -436,25 +437,25 @@ async def test_client_that_timed_out_can_go_on_reading(client: Client, scribe) -
     assert (await client.result(scribe.id)).text == "Hello world"
 
 
-async def test_client_cancel_sets_a_wish_that_expires(client: Client, scribe) -> None:
+async def test_client_cancel_sets_a_wish_that_expires(client: Client, scribe: Scribe) -> None:
     scribe.start()
     assert await client.cancel(scribe.id) is True
     assert 86_000 < scribe.raw.ttl(scribe.keys.cancel(scribe.id)) <= 86_400
 
 
-async def test_client_cancel_works_before_any_claim(client: Client, scribe) -> None:
+async def test_client_cancel_works_before_any_claim(client: Client, scribe: Scribe) -> None:
     await client.submit(prompt="x", id=scribe.id)
     assert await client.cancel(scribe.id) is True
     assert scribe.raw.get(scribe.keys.cancel(scribe.id)) == b"1"
 
 
-async def test_client_cancel_leaves_nothing_behind_for_an_ended_job(client: Client, scribe) -> None:
+async def test_client_cancel_leaves_nothing_behind_for_an_ended_job(client: Client, scribe: Scribe) -> None:
     scribe.hello()
     assert await client.cancel(scribe.id) is False
     assert not scribe.raw.exists(scribe.keys.cancel(scribe.id))
 
 
-async def test_client_tokens_of_a_stream_are_typed_events(client: Client, scribe) -> None:
+async def test_client_tokens_of_a_stream_are_typed_events(client: Client, scribe: Scribe) -> None:
     scribe.hello()
     events = [reply.event for reply in await collect(client, scribe.id)]
     assert [event.ids for event in events if isinstance(event, Tokens)] == [[1], [2, 3]]

@@ -71,14 +71,14 @@ def test_connection_redact_hides_only_passwords(url: str, shown: str) -> None:
     assert redact(url) == shown
 
 
-async def test_connection_speaks_resp2_with_bytes(server_url: str) -> None:
-    async with connect(server_url, name="speaker") as client:
+async def test_connection_speaks_resp2_with_bytes(redis_url: str) -> None:
+    async with connect(redis_url, name="speaker") as client:
         assert await client.ping()
         assert await client.execute_command("CLIENT", "GETNAME") == b"speaker"
         assert await client.execute_command("HGETALL", "nobody") == {}
         await client.set("resp", "x", ex=60)
         assert await client.get("resp") == b"x"
-    with connect_sync(server_url) as plain:
+    with connect_sync(redis_url) as plain:
         assert plain.get("resp") == b"x"
 
 

@@ -15,16 +15,17 @@ from gllm.keys import Keys
 from gllm.protocol import InvalidJob
 from gllm.reply import JobFailed, ReplyExpired
 from gllm.sync import SyncClient
+from tests.gllm.scribe import Scribe
 
 
 @pytest.fixture
-def sync_client(server_url: str, keys: Keys) -> Iterator[SyncClient]:
-    with SyncClient(server_url, keys.queue) as client:
+def sync_client(redis_url: str, keys: Keys) -> Iterator[SyncClient]:
+    with SyncClient(redis_url, keys.queue) as client:
         yield client
 
 
 def test_sync_client_submits_streams_and_collects(
-    sync_client: SyncClient, raw: redis.Redis, keys: Keys, scribe
+    sync_client: SyncClient, raw: redis.Redis, keys: Keys, scribe: Scribe
 ) -> None:
     assert sync_client.submit(prompt="x", id=scribe.id, priority="low") == scribe.id
     scribe.hello()
@@ -34,7 +35,7 @@ def test_sync_client_submits_streams_and_collects(
     assert raw.xlen(keys.jobs("low", 0)) == 1
 
 
-def test_sync_client_raises_what_the_client_raises(sync_client: SyncClient, scribe) -> None:
+def test_sync_client_raises_what_the_client_raises(sync_client: SyncClient, scribe: Scribe) -> None:
     with pytest.raises(InvalidJob, match="top_p"):
         sync_client.submit(prompt="x", top_p=5)
     with pytest.raises(TimeoutError):
@@ -47,7 +48,7 @@ def test_sync_client_raises_what_the_client_raises(sync_client: SyncClient, scri
         list(sync_client.stream(scribe.id))
 
 
-def test_sync_client_streams_live_and_resumes(sync_client: SyncClient, scribe) -> None:
+def test_sync_client_streams_live_and_resumes(sync_client: SyncClient, scribe: Scribe) -> None:
     scribe.tokens(0, 0, [1], "a")
     stream = sync_client.stream(scribe.id)
     first = next(stream)
@@ -58,7 +59,7 @@ def test_sync_client_streams_live_and_resumes(sync_client: SyncClient, scribe) -
     writer.join()
 
 
-def test_sync_client_is_shared_by_threads(sync_client: SyncClient, raw: redis.Redis, keys: Keys, scribe) -> None:
+def test_sync_client_is_shared_by_threads(sync_client: SyncClient, raw: redis.Redis, keys: Keys) -> None:
     texts: list[str] = []
     threads = [
         threading.Thread(target=lambda n=number: texts.append(sync_client.result(f"job{n}").text))
@@ -67,19 +68,19 @@ def test_sync_client_is_shared_by_threads(sync_client: SyncClient, raw: redis.Re
     for thread in threads:
         thread.start()
     for number in range(8):
-        type(scribe)(raw, keys, f"job{number}").hello()
+        Scribe(raw, keys, f"job{number}").hello()
     for thread in threads:
         thread.join(10)
     assert texts == ["Hello world"] * 8
 
 
-async def test_sync_client_works_beside_a_running_loop(sync_client: SyncClient, scribe) -> None:
+async def test_sync_client_works_beside_a_running_loop(sync_client: SyncClient, scribe: Scribe) -> None:
     scribe.hello()
     assert sync_client.result(scribe.id).text == "Hello world"
 
 
-def test_sync_client_says_that_it_is_closed(server_url: str, scribe) -> None:
-    client = SyncClient(server_url)
+def test_sync_client_says_that_it_is_closed(redis_url: str, scribe: Scribe) -> None:
+    client = SyncClient(redis_url)
     stream = client.stream(scribe.id)
     client.close()
     client.close()
@@ -89,14 +90,14 @@ def test_sync_client_says_that_it_is_closed(server_url: str, scribe) -> None:
         next(stream)
 
 
-def test_sync_client_leaves_no_thread_behind(server_url: str) -> None:
+def test_sync_client_leaves_no_thread_behind(redis_url: str) -> None:
     before = threading.active_count()
-    with SyncClient(server_url):
+    with SyncClient(redis_url):
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
 
 
-def test_sync_client_a_dropped_stream_blocks_nobody(sync_client: SyncClient, scribe) -> None:
+def test_sync_client_a_dropped_stream_blocks_nobody(sync_client: SyncClient, scribe: Scribe) -> None:
     """The collector may run in the client's own thread, where waiting for that thread would never end."""
     scribe.hello()
     stream = sync_client.stream(scribe.id)
@@ -115,11 +116,11 @@ def test_sync_client_a_dropped_stream_blocks_nobody(sync_client: SyncClient, scr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_sync_client_made_before_a_fork_says_so(server_url: str) -> None:
+def test_sync_client_made_before_a_fork_says_so(redis_url: str) -> None:
     script = f"""
 import os, sys
 from gllm import SyncClient
-client = SyncClient({server_url!r})
+client = SyncClient({redis_url!r})
 client.cancel("x")
 if os.fork() == 0:
     try:
@@ -134,11 +135,11 @@ sys.exit(os.waitstatus_to_exitcode(status))
     assert subprocess.run([sys.executable, "-c", script], timeout=30, check=False).returncode == 0
 
 
-def test_sync_client_interrupted_wait_is_cancelled(server_url: str, keys: Keys) -> None:
+def test_sync_client_interrupted_wait_is_cancelled(redis_url: str, raw: redis.Redis, keys: Keys) -> None:
     script = f"""
 import signal, sys, threading, time
 from gllm import SyncClient
-with SyncClient({server_url!r}, {keys.queue!r}) as client:
+with SyncClient({redis_url!r}, {keys.queue!r}) as client:
     print("ready", flush=True)
     try:
         client.result("never")
@@ -149,7 +150,10 @@ with SyncClient({server_url!r}, {keys.queue!r}) as client:
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    time.sleep(0.3)  # nothing outside shows that the wait has begun; too early an interrupt would end the script with 1
+    end = time.monotonic() + 10
+    while not any("b" in row["flags"] and row["name"] == "gllm-reader" for row in raw.client_list()):
+        assert time.monotonic() < end, "the reader does not wait"
+        time.sleep(0.01)
     process.send_signal(2)
     out, _ = process.communicate(timeout=20)
     assert (out, process.returncode) == ("interrupted\n", 0)

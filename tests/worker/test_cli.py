@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from gllm.connection import connect_sync
 from gllm.keys import Keys
 from gllm.protocol import TERMINAL_ENTRY_ID
-from tests.gllm.conftest import Scribe
+from tests.gllm.scribe import Scribe
 from worker.cli import main
 
 NOWHERE = "redis://127.0.0.1:1/0"

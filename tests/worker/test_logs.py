@@ -1,8 +1,10 @@
 """Logs: every line one JSON object, whatever is written and by whom."""
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,8 +120,8 @@ asyncio.run(main())
 
 
 def test_logs_level_is_a_threshold_for_all() -> None:
-    code = "log.info(logs.READY)\nlogging.getLogger('l').info('x')\nlog.warning(logs.UNREADY)"
-    assert [line["event"] for line in parsed(code, "level='warning'")] == ["unready"]
+    code = "log.info(logs.READY)\nlogging.getLogger('l').info('x')\nlog.warning(logs.REDIS_LOST)"
+    assert [line["event"] for line in parsed(code, "level='warning'")] == ["redis_lost"]
     assert len(parsed("log.debug(logs.READY)", "level='debug'")) == 1
 
 
@@ -155,3 +157,18 @@ def test_logs_vocabulary_has_no_name_twice() -> None:
     names = {name: value for name, value in vars(logs).items() if name.isupper() and isinstance(value, str)}
     assert len(set(names.values())) == len(names)
     assert all(value == name.lower() for name, value in names.items())
+
+
+def test_logs_code_writes_no_event_outside_the_vocabulary() -> None:
+    known = {value for name, value in vars(logs).items() if name.isupper() and isinstance(value, str)}
+    written = {
+        node.args[0].value
+        for path in Path(logs.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("debug", "info", "warning", "error", "critical", "exception")
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert written <= known
