@@ -2,7 +2,7 @@
 
 
 class ModelError(ValueError):
-    """The model's files are missing, broken or not supported. The message names the file, the key and the value."""
+    """The model cannot be found, or its files are missing, broken or not supported. Names the file, key and value."""
 
 
 class DeviceError(ValueError):

@@ -1,14 +1,16 @@
-"""GGUF checkpoints through the `gguf` package: metadata to flags, tensors dequantised one by one."""
+"""GGUF checkpoints: metadata to flags, and tensors dequantised one by one through the `gguf` package."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from gguf import GGUFReader
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.gguf_head import TensorInfo, read_head
 from engine.modelconfig import ModelConfig, Rope
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -34,12 +36,9 @@ class GgufSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            reader = GGUFReader(path)
-        except (ValueError, OSError, IndexError, KeyError) as error:
-            raise ModelError(f"{path}: not a complete GGUF file: {error}") from None
-        self._fields = reader.fields
-        self._tensors = {self._hf_name(tensor.name): tensor for tensor in reader.tensors}
+        self._metadata, infos = read_head(path)
+        self._data = np.memmap(path, np.uint8, "r")
+        self._tensors = {self._hf_name(info.name): info for info in infos}
         self.config = self._read_config()
 
     def names(self) -> set[str]:
@@ -49,14 +48,24 @@ class GgufSource:
         return str(self._path)
 
     def read(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
+        info = self._tensors[name]
         try:
-            values = dequantize(tensor.data, tensor.tensor_type)
+            kind = GGMLQuantizationType(info.kind)
+            values = dequantize(self._bytes(info, kind), kind)
         except (NotImplementedError, ValueError) as error:
-            kind = tensor.tensor_type.name
-            raise ModelError(f"{self._path}: tensor {tensor.name} of type {kind} cannot be read: {error}") from None
-        shape = [int(size) for size in reversed(tensor.shape)]
-        return self._unpermute(name, torch.from_numpy(values.copy()).reshape(shape))
+            raise ModelError(f"{self._path}: tensor {info.name} cannot be read: {error}") from None
+        owned = values if values.flags.writeable else values.copy()  # torch takes no read-only memory
+        return self._unpermute(name, torch.from_numpy(owned).reshape(info.shape[::-1]))
+
+    def _bytes(self, info: TensorInfo, kind: GGMLQuantizationType) -> np.ndarray:
+        """The tensor as it lies in the file, uint8 [rows, bytes of a row]."""
+        block, size = GGML_QUANT_SIZES[kind]
+        row = info.shape[0] // block * size
+        count = row * int(np.prod(info.shape[1:], dtype=np.int64))
+        data = self._data[info.offset : info.offset + count]
+        if len(data) < count or info.shape[0] % block:
+            raise ValueError(f"{count} bytes expected at byte {info.offset}, the file has {len(data)}")
+        return np.asarray(data).reshape(-1, row)
 
     def _unpermute(self, name: str, weight: Tensor) -> Tensor:
         """Llama's q and k rows are stored for interleaved rope; ours (and Hugging Face's) rotates halves."""
@@ -76,8 +85,7 @@ class GgufSource:
         return name
 
     def _get(self, key: str, default: Any = None) -> Any:
-        field = self._fields.get(key)
-        return default if field is None else field.contents()
+        return self._metadata.get(key, default)
 
     def _need(self, key: str) -> Any:
         value = self._get(key)

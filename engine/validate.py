@@ -62,7 +62,7 @@ def validate_sampling(sampling: SamplingParams) -> None:
 
 def _limit(request: Request, info: EngineInfo) -> int:
     prompt, output, sampling = len(request.tokens), len(request.output), request.sampling
-    if prompt >= info.max_model_len and not (sampling.max_tokens == 0 and prompt == info.max_model_len):
+    if prompt >= info.max_model_len:
         raise TooLargeError(f"tokens: {prompt} prompt tokens, but the model's limit is {info.max_model_len} in all")
     most = info.max_model_len if sampling.max_tokens is None else min(info.max_model_len, prompt + sampling.max_tokens)
     needed = prompt + output if sampling.max_tokens is None else most

@@ -26,9 +26,9 @@ def cancelling(rows: int, outputs: int, width: int, dtype: torch.dtype, device: 
     generator = torch.Generator(device).manual_seed(0)
     half = -(-width // 2)
     order = torch.randperm(2 * half, generator=generator, device=device)[:width]
-    w = torch.randn(outputs, half, generator=generator, device=device).repeat(1, 2)[:, order]
-    x = torch.randn(rows, half, generator=generator, device=device)
-    return torch.cat((x, -x), 1)[:, order].to(dtype), w.to(dtype).contiguous()
+    w = torch.randn(outputs, half, generator=generator, device=device).to(dtype)
+    x = torch.randn(rows, half, generator=generator, device=device).to(dtype)
+    return torch.cat((x, -x), 1)[:, order], w[:, order % half]
 
 
 class RowCounts:

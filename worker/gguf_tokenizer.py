@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from worker.gguf_metadata import read_metadata
+from engine.gguf_head import read_metadata
 from worker.models import ModelError
 from worker.tokenizer_files import DEFAULT_TEMPLATE, TokenizerFiles
 

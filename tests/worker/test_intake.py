@@ -84,12 +84,15 @@ class TestRefusals:
             "token_ids: 128 tokens, the model's limit is 128 with the reply",
         )
         assert refusal(job_from(prompt="a" * 200))[1].startswith("prompt: 200 tokens, the model's limit is 128")
-        assert refusal(job_from(token_ids=[5] * 100, max_tokens=29)) == (
-            "too_large",
-            "max_tokens: 100 prompt tokens + 29 = 129, the model's limit is 128",
-        )
         for fits in (job_from(token_ids=[5] * 127), job_from(token_ids=[5] * 100, max_tokens=28)):
             assert intake().prepare(fits)
+
+    def test_a_reply_longer_than_the_model_allows_is_cut_at_its_limit(self) -> None:
+        job = job_from(token_ids=[5] * 100, max_tokens=2**31 - 1)
+        prompt = intake().prepare(job)
+        text = intake().reply_text(job, prompt)
+        assert text.push([7] * 27) is None
+        assert text.push([7]) == Ending("length", None)
 
     def test_the_pools_capacity(self) -> None:
         small = {"capacity_tokens": 64}

@@ -8,7 +8,7 @@ import gguf
 import pytest
 
 from tests.worker import text_fixtures as fixtures
-from worker.gguf_metadata import read_metadata
+from engine.gguf_head import read_metadata
 from worker.models import ModelError, resolve_model
 from worker.tokenizer import load_tokenizer
 

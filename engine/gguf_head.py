@@ -1,4 +1,4 @@
-"""The key-value head of a GGUF file, versions 2 and 3 (docs/gguf.md of the ggml project).
+"""The head of a GGUF file, versions 2 and 3 (docs/gguf.md of the ggml project): metadata and where tensors lie.
 
 The `gguf` package reads it too, but makes several numpy views of each string: 1.7 s for the 98,000 of the demo model's
 vocabulary, twice that for today's larger ones, all of it before a worker is ready. This takes a twentieth of it.
@@ -8,22 +8,44 @@ import mmap
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from worker.models import ModelError
+from msgspec import Struct
+
+from engine.errors import ModelError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct codes
 STRING, ARRAY = 8, 9
+Found = TypeVar("Found")
+ALIGNMENT = 32  # of tensors, unless the metadata says otherwise
 MAX_NESTING = 4  # arrays of arrays; real files have none
+
+
+class TensorInfo(Struct, frozen=True):
+    """Where a tensor lies: `shape`, the fastest dimension first; `offset` in bytes from the file's start."""
+
+    name: str
+    shape: list[int]
+    kind: int  # ggml_type
+    offset: int
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """All keys and values before the tensors, arrays as lists. Raises ModelError for what is no whole GGUF head."""
+    return _read(path, _Head.entries)
+
+
+def read_head(path: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
+    """The metadata, and the tensors in the file's order. Raises ModelError for what is no whole GGUF head."""
+    return _read(path, _Head.entries_and_tensors)
+
+
+def _read(path: Path, read: "Callable[[_Head], Found]") -> "Found":
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Head(data).entries()
+            return read(_Head(data))
     except (OSError, ValueError, struct.error) as error:
         raise ModelError(f"{path}: not a readable GGUF file: {error}") from error
 
@@ -34,6 +56,7 @@ class _Head:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._at = 0
+        self._tensors = 0
 
     def entries(self) -> dict[str, Any]:
         if self._take(4) != MAGIC:
@@ -41,8 +64,22 @@ class _Head:
         version = self._number("I")
         if version not in VERSIONS:
             raise ValueError(f"version {version}, only {VERSIONS} are known")
-        self._number("Q")  # the number of tensors
+        self._tensors = self._number("Q")
         return {self._string(): self._value(self._number("I")) for _ in range(self._count("Q", 1))}
+
+    def entries_and_tensors(self) -> tuple[dict[str, Any], list[TensorInfo]]:
+        entries = self.entries()
+        infos = [self._tensor() for _ in range(self._tensors)]
+        alignment = entries.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment is {alignment!r}")
+        start = -(-self._at // alignment) * alignment
+        return entries, [TensorInfo(info.name, info.shape, info.kind, start + info.offset) for info in infos]
+
+    def _tensor(self) -> TensorInfo:
+        name = self._string()
+        shape = self._numbers("Q", self._count("I", 8))
+        return TensorInfo(name, shape, self._number("I"), self._number("Q"))
 
     def _value(self, kind: int, nesting: int = 0) -> Any:
         if kind == STRING:
