@@ -8,6 +8,9 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+STEP_TOKENS = {"cpu": 512, "cuda": 2048}  # how long running streams wait while a step takes in a new prompt
+
+
 class EngineConfig(Struct, frozen=True, kw_only=True):
     """Settings of one engine.
 
@@ -23,7 +26,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     kv_blocks: int | None = None
     kv_memory: int | None = None
     max_sequences: int = 64
-    max_step_tokens: int = 2048
+    max_step_tokens: int | None = 2048  # None: STEP_TOKENS of the device
     max_model_len: int | None = None
     prefix_cache: bool = False
     share_across_tenants: bool = False

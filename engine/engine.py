@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.blocks import BlockPool, Namespace, UncachedPool
-from engine.config import EngineConfig
+from engine.config import STEP_TOKENS, EngineConfig
 from engine.request import Delta, Request, Stats
 from engine.runner import Handle, Runner
 from engine.scheduler import Plan, Scheduler
@@ -27,7 +27,9 @@ class Engine:
         pool_kind = BlockPool if config.prefix_cache else UncachedPool
         self.pool = pool_kind(self.runner.kv_blocks, config.block_size)
         self.scheduler = Scheduler(
-            self.pool, max_sequences=config.max_sequences, max_step_tokens=config.max_step_tokens
+            self.pool,
+            max_sequences=config.max_sequences,
+            max_step_tokens=config.max_step_tokens or STEP_TOKENS[self.runner.device.type],
         )
         self.eos_token_ids = frozenset(self.runner.model_config.eos_token_ids) | frozenset(config.eos_token_ids)
         self.failure: Exception | None = None  # what the last failed step raised

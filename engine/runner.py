@@ -167,4 +167,3 @@ def model_limit(config: ModelConfig, asked: int | None) -> int:
     if not 1 <= asked <= limit:
         raise DeviceError(f"max_model_len: 1 to {limit} (the model's limit) expected, got {asked}")
     return asked
-

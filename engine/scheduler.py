@@ -269,6 +269,7 @@ class Scheduler:
         if sampled.broken[index]:
             message = "the model's logits are not finite (NaN or infinity)"
             return self._finish(sequence, FinishReason.ERROR, error=message)
+        self._count_computed(sequence, entry)
         if entry.admission == sequence.admissions and sequence.row == entry.row:
             self._publish(sequence, entry)
         prompt_logprobs = self._collect_prompt_logprobs(sequence, entry, sampled.prompt_logprobs[index])
@@ -280,7 +281,6 @@ class Scheduler:
     def _publish(self, sequence: Sequence, entry: Entry) -> None:
         """Its KV is computed and its tokens are real: full blocks may be matched from now on."""
         sequence.kv = entry.start + entry.count
-        self._count_computed(sequence, entry)
         full = sequence.kv // self.pool.block_size
         swaps = self.pool.register(sequence.table, sequence.tokens, sequence.namespace, sequence.registered, full)
         sequence.registered = full
@@ -288,14 +288,14 @@ class Scheduler:
 
     def _count_computed(self, sequence: Sequence, entry: Entry) -> None:
         end = entry.start + entry.count
-        if sequence.request.output and sequence.admissions == 1:
+        if sequence.request.output and entry.admission == 1:
             brought = sequence.prompt_length + len(sequence.request.output)
             self.counters.resumed_tokens += max(0, min(end, brought) - entry.start)
             return
         fresh = max(0, min(end, sequence.prompt_length) - max(entry.start, sequence.prompt_done))
         sequence.prompt_done += fresh
         self.counters.prompt_tokens += fresh
-        if sequence.admissions > 1 and not entry.fed:
+        if entry.admission > 1 and not entry.fed:
             self.counters.recomputed_tokens += entry.count - fresh
 
     def _collect_prompt_logprobs(

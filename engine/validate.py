@@ -15,6 +15,8 @@ def validate_config(config: EngineConfig) -> None:
     """Raises ValueError naming field and value."""
     for name in ("block_size", "max_sequences", "max_step_tokens"):
         value = getattr(config, name)
+        if value is None and name == "max_step_tokens":
+            continue
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}: at least 1 expected, got {value!r}")
     if config.deterministic not in ("auto", True, False):

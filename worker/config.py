@@ -37,7 +37,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     kv_blocks: int | None = None
     kv_memory: int | None = None
     max_sequences: int = 64
-    max_step_tokens: int = 2048
+    max_step_tokens: int | None = None
     max_model_len: int | None = None
     threads: int | None = None
     seed: int = 0
@@ -197,7 +197,11 @@ OPTIONS: tuple[Option, ...] = (
     Option(name="kv_blocks", read=integer(1), help="Usable KV blocks; wins over --kv-memory."),
     Option(name="kv_memory", read=size, help="Memory for the KV pool, like 2GiB; default: what is free."),
     Option(name="max_sequences", read=integer(1), help="Sequences that run at the same time."),
-    Option(name="max_step_tokens", read=integer(1), help="Most tokens that one step computes."),
+    Option(
+        name="max_step_tokens",
+        read=integer(1),
+        help="Most tokens that one step computes; default: 512 on a CPU, 2048 on a GPU.",
+    ),
     Option(name="max_model_len", read=integer(1), help="Lowers the model's own limit of tokens per job."),
     Option(name="threads", read=integer(1), help="CPU threads of the engine; default: the CPUs it may use."),
     Option(name="seed", read=integer(0, MAX_SEED), help="Enters the seed of jobs that give none."),

@@ -184,6 +184,7 @@ def test_config_engine_gets_its_share() -> None:
         model="/models/x.gguf",
         dtype="float32",
         kv_blocks=7,
+        max_step_tokens=None,
         prefix_cache=True,
         seed=3,
         threads=2,
