@@ -12,6 +12,7 @@ from gllm.protocol import InvalidJob, Job
 from gllm.validate import decode_job
 from worker import logs
 from worker.active import ActiveJob
+from worker.connection import cancelled
 from worker.intake import Intake, JobRejected
 from worker.jobs import Jobs
 from worker.link import Link
@@ -89,12 +90,13 @@ class Admission:
         """What the client has already; nothing to ask for where nobody had the job before."""
         if job.claimed.claims == 1 and not job.claimed.published:
             return Replay()
-        while True:
+        while not cancelled():
             await self._link.wait_up()
             try:
                 return await self._queue.published(job.id)
             except (RedisError, OSError) as error:
                 self._link.lost(error)
+        raise asyncio.CancelledError
 
     @asynccontextmanager
     async def _slot(self, suspect: bool) -> AsyncIterator[None]:

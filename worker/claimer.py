@@ -40,6 +40,7 @@ class Claimer:
         self._stopping = asyncio.Event()
         self._log = structlog.get_logger()
         self._acquitted = asyncio.Event()
+        self._listening: asyncio.Task[None] | None = None
         jobs.on_room = self._room.set
         jobs.on_acquitted = self._look_again
 
@@ -49,14 +50,20 @@ class Claimer:
 
     async def run(self) -> None:
         """Claim until stopped."""
-        while not self._stopping.is_set():
-            await first_of(self._link.wait_up(), self._stopping)
-            await first_of(self._wait_room(), self._stopping)
-            if self._stopping.is_set():
-                return
-            reply = await self._claim()
-            if reply and not reply.more:
-                await first_of(self._sleep(reply.positions), self._stopping, self._acquitted)
+        try:
+            while not self._stopping.is_set():
+                await self._turn()
+        finally:
+            await self._stop_listening()
+
+    async def _turn(self) -> None:
+        await first_of(self._link.wait_up(), self._stopping)
+        await first_of(self._wait_room(), self._stopping)
+        if self._stopping.is_set():
+            return
+        reply = await self._claim()
+        if reply and not reply.more:
+            await self._sleep(reply.positions)
 
     def _look_again(self) -> None:
         """A trial is over: the next suspect may be waiting for it."""
@@ -81,12 +88,28 @@ class Claimer:
             await self._room.wait()
 
     async def _sleep(self, positions: dict[str, str]) -> None:
-        """Until something is added to a stream or to the bell, a second at most."""
+        """Until something is added to a stream or to the bell, a trial ends, we are to stop, or a second has passed.
+
+        A read that nothing has answered yet is kept for the next sleep: its positions are older then, so it can only
+        end it too early. (Cancelling it would cost a connection each time.)
+        """
+        if self._listening is None:
+            self._listening = asyncio.create_task(self._listen(positions), name="bell")
+        await first_of(_done(self._listening), self._stopping, self._acquitted)
+        if self._listening.done():
+            self._listening = None
+
+    async def _listen(self, positions: dict[str, str]) -> None:
         try:
             await self._bell.xread(positions, count=1, block=BLOCK_MS)  # type: ignore[arg-type]
         except (RedisError, OSError) as error:
             if classify(error) != "group_lost":  # the next claim makes the group again
                 self._link.lost(error)
+
+    async def _stop_listening(self) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.wait([self._listening])  # it has an end even where redis-py swallows the cancellation
 
     def _tell(self, reply: ClaimReply) -> None:
         """Metrics and log lines of what the claim did beside handing out jobs."""
@@ -128,3 +151,7 @@ async def first_of(waiting: Coroutine[Any, Any, None], *events: asyncio.Event) -
     results = await asyncio.gather(*tasks, return_exceptions=True)
     if isinstance(results[0], Exception):
         raise results[0]
+
+
+async def _done(task: "asyncio.Task[None]") -> None:
+    await asyncio.wait([task])

@@ -1,5 +1,6 @@
 """What a failed Redis command means. Each error is classified here, once. The clients come from `gllm.connection`."""
 
+import asyncio
 import re
 from typing import Literal
 
@@ -24,6 +25,14 @@ CREDENTIALS = (errors.AuthenticationError, errors.AuthorizationError, errors.NoP
 
 class Fenced(Exception):
     """The job is not this worker's any more."""
+
+
+def cancelled() -> bool:
+    """Whether this task was told to end. A loop around Redis commands asks at each turn, because redis-py (8.1 at
+    least) swallows a cancellation that comes while it connects: the loop would go on, and who cancelled it would wait.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def classify(error: BaseException) -> Fault:

@@ -40,6 +40,7 @@ class Jobs:
         self._engine = engine
         self._metrics = metrics
         self._jobs: dict[str, ActiveJob] = {}
+        self._leaving: set[str] = set()  # cancelled in the engine, which has not said its last word of them
         self._paused = False
         self._gone = asyncio.Event()
         self._log = structlog.get_logger()
@@ -52,7 +53,8 @@ class Jobs:
 
     @property
     def ids(self) -> list[str]:
-        return list(self._jobs)
+        """What must not be claimed here: an id that the engine still knows would be refused, or get another's end."""
+        return [*self._jobs, *self._leaving]
 
     @property
     def claimed(self) -> list[Claimed]:
@@ -101,6 +103,8 @@ class Jobs:
     def step(self, deltas: Iterable[Delta]) -> None:
         """What one step brought. Deltas of jobs that have ended or gone are left-overs of a cancel."""
         for delta in deltas:
+            if delta.finish_reason is not None:
+                self._leaving.discard(delta.id)
             job = self._jobs.get(delta.id)
             if job is not None and job.terminal is None and job.reply is not None:
                 self._apply(job, delta)
@@ -134,9 +138,9 @@ class Jobs:
     def _engine_refused(self, job: ActiveJob, message: str) -> None:
         code, _, text = message.partition(": ")
         if code == "invalid" or code == "too_large":
-            self.fail(job, code, text)
+            self.fail(job, code, text, in_engine=False)
         else:
-            self.fail(job, "internal", message)
+            self.fail(job, "internal", message, in_engine=False)
 
     # -- how a job ends -------------------------------------------------------------------------------------------
 
@@ -161,17 +165,19 @@ class Jobs:
         message: str,
         *,
         retryable: bool = False,
+        in_engine: bool = True,
     ) -> None:
-        """End the job with an error, unless it has ended."""
+        """End the job with an error, unless it has ended. `in_engine` as in `end`."""
         if self.owns(job):
             job.failed(code, message, retryable=retryable)
             self._log_job(job, logs.JOB_REJECTED, code=code, message=message)
-            self._leave_engine(job, cancel=True)
+            self._leave_engine(job, cancel=in_engine)
             self.changed(job)
 
     def _leave_engine(self, job: ActiveJob, *, cancel: bool) -> None:
         if job.in_engine and cancel:
             self._engine.cancel(job.id)
+            self._leaving.add(job.id)
         job.in_engine = False
         self.on_room()
 

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from worker import logs
+from worker.connection import cancelled
 from worker.jobs import Jobs
 from worker.link import Link
 from worker.metrics import Metrics
@@ -33,7 +34,7 @@ def patience(lease: float) -> float:
 
 
 class Lease:
-    """Keeps the lease for ever; cancel `run` when all jobs have ended or are handed back.
+    """Keeps the lease; cancel `run` when all jobs have ended or are handed back.
 
     `redis` is a client of its own, with `patience(lease)` as timeout; `model` is the digest to join with again when the
     queue's meta was lost.
@@ -64,8 +65,8 @@ class Lease:
         self._log = structlog.get_logger()
 
     async def run(self) -> None:
-        """Renew when it is due or Redis was lost, and keep deadlines meanwhile."""
-        while True:
+        """Until cancelled: renew when it is due or Redis was lost, and keep deadlines meanwhile."""
+        while not cancelled():
             if time.monotonic() >= self._due:
                 await self._turn()
             self._watch()

@@ -12,6 +12,7 @@ from typing import Protocol
 from redis.exceptions import RedisError
 
 from worker.active import ActiveJob
+from worker.connection import cancelled
 from worker.link import Link
 from worker.queue import Queue
 from worker.scripts import Answer, AppendRow
@@ -70,8 +71,8 @@ class Publisher:
         self._urgent.pop(job.id, None)
 
     async def run(self) -> None:
-        """Flush for ever. While Redis is away jobs keep what they have."""
-        while True:
+        """Flush until cancelled. While Redis is away jobs keep what they have."""
+        while not cancelled():
             await self._changed.wait()
             await self._link.wait_up()
             await self._merge()

@@ -137,6 +137,8 @@ class Queue:
         """
         expired, own = time.monotonic() >= self._next_scan, self._answer_lost
         self._answer_lost = True
+        if expired:  # before the call: `scan_soon` may be said while it is in flight
+            self._next_scan = time.monotonic() + self._scan_every * random.uniform(0.75, 1.0)
         reply = await scripts.claim(
             self.redis,
             self.keys.base,
@@ -150,8 +152,6 @@ class Queue:
             active=active,
         )
         self._answer_lost = own and reply.more
-        if expired:
-            self._next_scan = time.monotonic() + self._scan_every * random.uniform(0.75, 1.0)
         self.clock.set(reply.now_ms)
         return self._reply(reply)
 

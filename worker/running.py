@@ -178,7 +178,11 @@ class Running:
         if not jobs:
             return
         self._log.info(logs.RELEASING, jobs=len(jobs), charged=len(charged))
-        answers = await self._queue.release([job.claimed for job in jobs], charged)
+        try:
+            answers = await self._queue.release([job.claimed for job in jobs], charged)
+        except (RedisError, OSError) as error:
+            self.link.lost(error)
+            return
         for job, answer in zip(jobs, answers, strict=True):
             if answer.status == "GONE":  # nobody else could take it over
                 self.jobs.fail(job, "internal", "the job's entry was deleted while it ran", retryable=True)

@@ -16,10 +16,10 @@ Status = Literal["OK", "CANCEL", "FENCED", "GAP", "GONE", "ERR"]
 
 
 class Script:
-    """One script of the folder, with the shared text before it."""
+    """A script from one or more files of the folder, with the shared text before them."""
 
-    def __init__(self, name: str) -> None:
-        self.text = (FOLDER / "common.lua").read_text() + (FOLDER / f"{name}.lua").read_text()
+    def __init__(self, *names: str) -> None:
+        self.text = "".join((FOLDER / f"{name}.lua").read_text() for name in ("common", *names))
         self.sha = sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
     async def __call__(self, redis: Redis, keys: Sequence[str], args: Iterable[Any]) -> Any:
@@ -31,7 +31,7 @@ class Script:
 
 
 _append = Script("append")
-_claim = Script("claim")
+_claim = Script("delayed", "claim")
 _finish = Script("finish")
 _join = Script("join")
 _leave = Script("leave")

@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from gllm.connection import redact
 from worker import logs
-from worker.connection import classify
+from worker.connection import cancelled, classify
 from worker.digest import model_digest
 from worker.models import resolve_model
 from worker.queue import Queue
@@ -40,7 +40,7 @@ def load_model(name: str) -> Model:
 async def join_queue(queue: Queue, url: str, model: str) -> None:
     """Wait for Redis, however long it takes, and join. Raises QueueMismatch or RedisRefused."""
     log, pause, attempt = structlog.get_logger(), FIRST_PAUSE, 0
-    while True:
+    while not cancelled():
         attempt += 1
         try:
             groups = await queue.join(model)

@@ -48,6 +48,7 @@ class FakeEngine:
         self._step_seconds = step_seconds
         self._per_step = tokens_per_step
         self._running: dict[str, tuple[Request, int]] = {}
+        self._last_words: list[Delta] = []
         self._death: EngineDied | None = None
 
     async def start(self, config: EngineConfig) -> None:
@@ -57,13 +58,15 @@ class FakeEngine:
 
     def add(self, request: Request) -> None:
         assert request.id not in self._running, f"{request.id} is in the engine already"
+        assert request.id not in [delta.id for delta in self._last_words], f"{request.id} has not left the engine"
         self.added.append(request)
         self._running[request.id] = (request, len(request.output))
         self.busy = True
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
-        self._running.pop(request_id, None)
+        if self._running.pop(request_id, None):
+            self._last_words.append(Delta(id=request_id, finish_reason=FinishReason.CANCELLED))
 
     def hold(self, request_id: str) -> None:
         self.held.add(request_id)
@@ -89,7 +92,8 @@ class FakeEngine:
             if self._death:
                 raise self._death
             self.last_step = time.monotonic()
-            deltas = [self._step(*item) for key, item in list(self._running.items()) if key not in self.held]
+            deltas, self._last_words = self._last_words, []
+            deltas += [self._step(*item) for key, item in list(self._running.items()) if key not in self.held]
             self.busy = bool(self._running)
             if deltas:
                 yield deltas

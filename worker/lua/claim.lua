@@ -98,16 +98,6 @@ local function reconcile(id, record)
   return record.state == 'ended'
 end
 
-local function park(item, not_before)
-  local job = base .. 'job:' .. item.id
-  redis.call('HSET', job, 'state', 'delayed', 'entry', item.here)
-  for name, value in pairs(item.fields) do redis.call('HSET', job, 'entry:' .. name, value) end
-  redis.call('PEXPIRE', job, not_before - now + DAY_MS)
-  redis.call('ZADD', base .. 'delayed', not_before, item.id)
-  drop(item.stream, item.entry)
-  note('delayed', item.id)
-end
-
 -- Charged is who was running when the worker died; not one whose worker lives (its claim's answer was lost), and none
 -- whose dead worker had another job on trial, for that one is to blame.
 local function charge(item)
@@ -167,7 +157,7 @@ local function settled(item)
   elseif deadline and deadline <= now then
     finish(item, 'deadline')
   elseif not_before and not_before > now and record.claims == 0 then
-    park(item, not_before)
+    park(item, not_before, now, note)
   elseif record.attempts >= max_attempts or record.claims >= max_claims then
     refuse(item, 'max_attempts', 'given up after ' .. record.attempts .. ' workers died with it and '
       .. record.claims .. ' claims', 'max_attempts')
@@ -257,37 +247,6 @@ local function read_new(stream)
   more = true
 end
 
-local function promote_one(id)
-  local job = base .. 'job:' .. id
-  local record = map_of(redis.call('HGETALL', job))
-  if record.state ~= 'delayed' then return end
-  local args = {}
-  for name, value in pairs(record) do
-    local field = name:match('^entry:(.*)$')
-    if field then
-      args[#args + 1] = field
-      args[#args + 1] = value
-      redis.call('HDEL', job, name)
-    end
-  end
-  local stream = record.entry:match('^[^|]+')
-  local entry = redis.call('XADD', base .. stream, '*', unpack(args))
-  redis.call('HDEL', job, 'state')
-  redis.call('HSET', job, 'entry', stream .. '|' .. entry)
-  redis.call('PEXPIRE', job, DAY_MS)
-  note('promoted', id)
-end
-
-local function promote()
-  local due = redis.call('ZRANGE', base .. 'delayed', '-inf', now, 'BYSCORE', 'LIMIT', 0, 100)
-  for _, id in ipairs(due) do
-    local problem = guarded(promote_one, id)
-    if problem then note('stream', id, 'delayed: ' .. problem) end
-    redis.call('ZREM', base .. 'delayed', id)
-  end
-  if #due > 0 then ring() end
-end
-
 local calm = quiet(now, lease)
 
 local function scan(stream)
@@ -326,7 +285,7 @@ end
 
 local streams, states = {}, {}
 for i = 2, #KEYS do streams[i - 1] = KEYS[i]:sub(#base + 1) end
-local problem = guarded(promote)
+local problem = guarded(promote, now, note)
 if problem then note('stream', '', 'delayed: ' .. problem) end
 for _, stream in ipairs(streams) do safely(scan, stream) end
 for _, stream in ipairs(streams) do safely(read_new, stream) end
