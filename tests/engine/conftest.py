@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from engine import Engine, EngineConfig
 from tests.engine import models
+from tests.engine.checkpoint_files import copy_checkpoint
 
 Checkpoints = Callable[..., tuple[Path, PreTrainedModel]]
 
@@ -24,6 +25,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
         return made[key]
 
     return get
+
+
+@pytest.fixture
+def llama(checkpoints: Checkpoints, tmp_path: Path) -> Path:
+    """A tiny Llama's directory, to be damaged."""
+    return copy_checkpoint(checkpoints, tmp_path / "llama", "llama")
 
 
 @pytest.fixture
