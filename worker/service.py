@@ -26,6 +26,7 @@ from worker.running import Clients, Running, Shutdown
 from worker.startup import Model, RedisRefused, join_queue, load_model
 
 OK, FAILED, REFUSED = 0, 1, 2  # exit status: ended as asked; died with work to do; could not even start
+PHASE_SECONDS = 0.1  # how soon the end of a loading phase is logged
 BELL_TIMEOUT = BLOCK_MS / 1000 + 2.0  # a blocking read must outlast its BLOCK
 
 
@@ -56,6 +57,7 @@ class Service:
         self.name = worker_name()
         self.running: Running | None = None  # once everything is loaded and Redis is there
         self._bridge = bridge or Bridge()
+        self._told = 0  # phases of its loading that are in the log
         self._load = load
         self._log = structlog.get_logger()
 
@@ -113,20 +115,31 @@ class Service:
         eos = tuple(sorted(model.tokenizer.eos_ids))
         loading = asyncio.create_task(self._bridge.start(settings.engine_config(model.path, eos)))
         joining = asyncio.create_task(join_queue(queue, settings.redis, model.digest))
+        telling = asyncio.create_task(self._tell_phases())
         try:
             await _all_or_first_error(loading, joining)
         finally:
-            for task in (loading, joining):
+            for task in (loading, joining, telling):
                 task.cancel()
-            await asyncio.gather(loading, joining, return_exceptions=True)
+            await asyncio.gather(loading, joining, telling, return_exceptions=True)
         self._loaded()
         self.running = Running(queue, clients, self._bridge, model, self.health, self.metrics)
         return self.running
 
-    def _loaded(self) -> None:
-        bridge, metrics = self._bridge, self.metrics
-        for phase in bridge.loading:
+    async def _tell_phases(self) -> None:
+        """Log each phase of loading as it ends: a large model takes minutes, and people watch."""
+        while True:
+            self._tell_new_phases()
+            await asyncio.sleep(PHASE_SECONDS)
+
+    def _tell_new_phases(self) -> None:
+        for phase in self._bridge.loading[self._told :]:
             self._log.info(logs.ENGINE_LOADING, phase=phase.phase, seconds=round(phase.seconds, 3))
+            self._told += 1
+
+    def _loaded(self) -> None:
+        self._tell_new_phases()
+        bridge, metrics = self._bridge, self.metrics
         info = bridge.info
         self._log.info(
             logs.ENGINE_READY,

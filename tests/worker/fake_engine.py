@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
+import msgspec
+
 from engine.config import EngineConfig
 from engine.request import Delta, FinishReason, Request, Stats, Usage
 from engine.wire import EngineInfo, Loading
@@ -30,7 +32,15 @@ def text_of(ids: list[int]) -> str:
 class FakeEngine:
     """Steps all requests at once, each `step_seconds`. Tests stop it (`go.clear()`), break it, and look at `added`."""
 
-    def __init__(self, *, step_seconds: float = 0.002, tokens_per_step: int = 1, **info: object) -> None:
+    def __init__(
+        self,
+        *,
+        step_seconds: float = 0.002,
+        tokens_per_step: int = 1,
+        prompt_logprobs: bool = False,
+        logprob: float = -0.5,
+        **info: object,
+    ) -> None:
         self.info: EngineInfo = engine_info(numerics="fake", max_model_len=4096, capacity_tokens=65536, **info)
         self.stats, self.stats_time = Stats(), time.monotonic()
         self.last_step = time.monotonic()
@@ -47,6 +57,7 @@ class FakeEngine:
         self.refuse_start: Exception | None = None
         self._step_seconds = step_seconds
         self._per_step = tokens_per_step
+        self._prompt_logprobs, self._logprob = prompt_logprobs, logprob
         self._running: dict[str, tuple[Request, int]] = {}
         self._last_words: list[Delta] = []
         self._death: EngineDied | None = None
@@ -106,11 +117,15 @@ class FakeEngine:
         limit = request.sampling.max_tokens
         last = position + self._per_step if limit is None else min(position + self._per_step, limit)
         tokens = [token_at(request.tokens, i) for i in range(position, last)]
-        logprobs = [(token, -0.5, []) for token in tokens] if request.sampling.logprobs is not None else None
+        logprobs = [(token, self._logprob, []) for token in tokens] if request.sampling.logprobs is not None else None
         ended = limit is not None and last >= limit
         if ended:
             del self._running[request.id]
         else:
             self._running[request.id] = (request, last)
         reason = FinishReason.LENGTH if ended else None
-        return Delta(id=request.id, tokens=tokens, logprobs=logprobs, finish_reason=reason, usage=usage)
+        delta = Delta(id=request.id, tokens=tokens, logprobs=logprobs, finish_reason=reason, usage=usage)
+        if self._prompt_logprobs and position == 0:
+            scored = [None, *((token, -1.0, []) for token in request.tokens[1:])]
+            delta = msgspec.structs.replace(delta, prompt_logprobs=scored)
+        return delta

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,12 @@ class ServiceBench:
     async def _ended(self, job_id: str) -> list[ReplyEvent] | None:
         events = await self.bench.events(job_id)
         return events if events and isinstance(events[-1], Done | Error) else None
+
+    async def until_ended(self, job_id: str) -> None:
+        await until(lambda: self._ended(job_id), f"the end of {job_id}")
+
+    async def until_async(self, condition: Callable[[], Awaitable[object]], what: str) -> Any:
+        return await until(condition, what)
 
     async def until(self, condition: Any, what: str) -> Any:
         async def check() -> object:
