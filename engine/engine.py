@@ -78,8 +78,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to report: requests that have not ended, or endings not yet returned."""
-        return bool(self._sequences)
+        """Whether `step` has anything left to do: requests that have not ended, endings to return, steps in flight."""
+        return bool(self._sequences or self._launched)
 
     def step(self) -> list[Delta]:
         """Plan, compute and commit one step; what it brought to each request, endings included."""

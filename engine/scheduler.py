@@ -207,9 +207,9 @@ class Scheduler:
         if sequence.wants_prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_length:
             return []  # cached positions never run the forward pass
         limit = (len(sequence.tokens) - 1) // self.pool.block_size
-        if sequence.admissions and sequence.prompt_done < sequence.prompt_length:
+        if sequence.admissions and sequence.done < sequence.prompt_length:
             # Preempted within its prompt: its hits are told and counted, so what others computed since is not for it.
-            limit = sequence.prompt_done // self.pool.block_size
+            limit = sequence.done // self.pool.block_size
         return self.pool.match(sequence.tokens, sequence.namespace, limit)
 
     def _open(self, sequence: Sequence, matched: list[int], need: int, plan: Plan) -> None:
@@ -229,7 +229,7 @@ class Scheduler:
         if sequence.cached_first is not None:
             return
         sequence.cached_first = min(sequence.cached, sequence.prompt_length)
-        sequence.prompt_done = sequence.prompt_length if sequence.request.output else sequence.cached
+        sequence.done = sequence.cached
         if not sequence.request.output:
             self.counters.prefix_hit_tokens += sequence.cached
             self.counters.prefix_prompt_tokens += sequence.prompt_length
@@ -287,16 +287,15 @@ class Scheduler:
         self._swaps.extend((sequence.row, index, block) for index, block in swaps)
 
     def _count_computed(self, sequence: Sequence, entry: Entry) -> None:
-        end = entry.start + entry.count
-        if sequence.request.output and entry.admission == 1:
-            brought = sequence.prompt_length + len(sequence.request.output)
-            self.counters.resumed_tokens += max(0, min(end, brought) - entry.start)
-            return
-        fresh = max(0, min(end, sequence.prompt_length) - max(entry.start, sequence.prompt_done))
-        sequence.prompt_done += fresh
-        self.counters.prompt_tokens += fresh
-        if entry.admission > 1 and not entry.fed:
-            self.counters.recomputed_tokens += entry.count - fresh
+        """A position that came with the request counts once as new; any that is run again counts as recomputed."""
+        end, brought = entry.start + entry.count, sequence.prompt_length + len(sequence.request.output)
+        fresh = max(0, min(end, brought) - max(entry.start, sequence.done))
+        if sequence.request.output:
+            self.counters.resumed_tokens += fresh
+        else:
+            self.counters.prompt_tokens += fresh
+        self.counters.recomputed_tokens += max(0, min(end, sequence.done) - entry.start)
+        sequence.done = max(sequence.done, end)
 
     def _collect_prompt_logprobs(
         self, sequence: Sequence, entry: Entry, rows: list[TokenLogprob] | None

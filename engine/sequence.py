@@ -28,6 +28,7 @@ class Sequence:
         "cached",
         "cached_first",
         "computed",
+        "done",
         "end_ids",
         "fed",
         "finish_reason",
@@ -39,7 +40,6 @@ class Sequence:
         "namespace",
         "pending",
         "preemptions",
-        "prompt_done",
         "prompt_length",
         "prompt_logprobs",
         "registered",
@@ -71,7 +71,7 @@ class Sequence:
         self.pending = 0  # tokens sampled in flight
         self.fed = False  # the next input token is on the device, in this sequence's row
         self.in_flight = 0  # launched steps that are not yet collected
-        self.prompt_done = 0  # prompt tokens that were once computed or found in the cache
+        self.done = 0  # positions that were once computed, or found in the cache at the first admission
         self.held = False
         self.admissions = 0
         self.preemptions = 0

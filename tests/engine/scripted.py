@@ -167,6 +167,11 @@ class Bench:
         if self.launched:
             self.collect()
 
+    def launch_ahead(self) -> None:
+        """Launch, and collect nothing, as far as the depth allows."""
+        if len(self.launched) < self._depth:
+            self.launch()
+
     def run(self, most: int = 500) -> None:
         """Until nothing is left; within `most` steps."""
         for _ in range(most):

@@ -4,7 +4,7 @@ from collections import Counter
 
 
 class SlowPool:
-    """`used` counts users by block, `content` names a registered block's whole prefix, `idle` is in order of eviction."""
+    """`used` counts users by block, `content` has registered blocks' whole prefixes, `idle` is in order of eviction."""
 
     def __init__(self, blocks: int) -> None:
         self.free, self.idle, self.evictions = set(range(blocks)), [], 0

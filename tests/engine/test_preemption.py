@@ -43,13 +43,16 @@ def test_the_preempted_return_before_those_who_wait_and_in_their_order():
 
 
 def test_a_step_that_preempts_admits_nobody():
-    bench = Bench(blocks=6, cache=False)
+    bench = Bench(blocks=5, cache=False)
     bench.add("a", A[:8], max_tokens=12)
-    bench.add("b", B, max_tokens=4)
+    b = bench.add("b", B, max_tokens=4)
+    bench.step()
+    b.held = True  # else it would be the head of the queue, which never fits in the step that preempted it
     bench.add("tiny", C[:1], max_tokens=1)
-    while not bench.sequences["b"].preemptions:
+    while not b.preemptions:
         bench.step()
     assert "tiny" not in bench.plans[-1]
+    b.held = False
     bench.run()
     bench.prove()
 
@@ -64,7 +67,7 @@ def test_a_recompute_finds_its_own_surviving_blocks():
     assert (counters.preemptions, counters.preempted_tokens) == (1, 12)
     gap = next(index for index, plan in enumerate(bench.plans) if "b" not in plan)
     assert next(plan["b"] for plan in bench.plans[gap:] if "b" in plan) == 5, "a took one of its three full blocks"
-    assert counters.recomputed_tokens == 5
+    assert counters.recomputed_tokens == 4
     bench.prove()
 
 
@@ -76,7 +79,7 @@ def test_without_cache_all_is_computed_again_and_counted_apart():
     counters = bench.scheduler.counters
     assert counters.preemptions == preempted(bench)["b"] > 0
     assert counters.prompt_tokens == counters.prefix_prompt_tokens == 14
-    assert counters.recomputed_tokens >= counters.preempted_tokens > 0
+    assert counters.recomputed_tokens == counters.preempted_tokens > 0
     assert counters.generation_tokens == 28
     bench.prove()
 
