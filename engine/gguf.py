@@ -1,7 +1,7 @@
 """GGUF checkpoints: metadata to flags, and tensors dequantised one by one through the `gguf` package."""
 
+import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.gguf_head import TensorInfo, read_head
-from engine.modelconfig import ModelConfig, Rope
+from engine.modelconfig import ModelConfig, Rope, Settings, head_shape
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 # GGUF's names for a block's tensors, and Hugging Face's.
@@ -28,6 +28,14 @@ BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Metadata of an architecture that is read, or says nothing about the maths. Anything else is refused.
+KNOWN_KEYS = frozenset(
+    """attention.head_count attention.head_count_kv attention.key_length attention.layer_norm_rms_epsilon
+    attention.value_length block_count context_length embedding_length feed_forward_length rope.dimension_count
+    rope.freq_base rope.scaling.factor rope.scaling.finetuned rope.scaling.type tensor_data_layout
+    vocab_size""".split()  # noqa: SIM905
+)
+END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -35,10 +43,13 @@ class GgufSource:
     """The tensors of one .gguf file under their Hugging Face names, dequantised to float32 as they are read."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._metadata, infos = read_head(path)
+        self._path, self.place = path, str(path)
+        metadata, infos = read_head(path)
+        self._settings = Settings(metadata, path)
         self._data = np.memmap(path, np.uint8, "r")
         self._tensors = {self._hf_name(info.name): info for info in infos}
+        if len(self._tensors) < len(infos):
+            raise ModelError(f"{path}: two tensors have the same name")
         self.config = self._read_config()
 
     def names(self) -> set[str]:
@@ -52,7 +63,7 @@ class GgufSource:
         try:
             kind = GGMLQuantizationType(info.kind)
             values = dequantize(self._bytes(info, kind), kind)
-        except (NotImplementedError, ValueError) as error:
+        except (NotImplementedError, ValueError, IndexError) as error:
             raise ModelError(f"{self._path}: tensor {info.name} cannot be read: {error}") from None
         owned = values if values.flags.writeable else values.copy()  # torch takes no read-only memory
         return self._unpermute(name, torch.from_numpy(owned).reshape(info.shape[::-1]))
@@ -61,7 +72,7 @@ class GgufSource:
         """The tensor as it lies in the file, uint8 [rows, bytes of a row]."""
         block, size = GGML_QUANT_SIZES[kind]
         row = info.shape[0] // block * size
-        count = row * int(np.prod(info.shape[1:], dtype=np.int64))
+        count = row * math.prod(info.shape[1:])
         data = self._data[info.offset : info.offset + count]
         if len(data) < count or info.shape[0] % block:
             raise ValueError(f"{count} bytes expected at byte {info.offset}, the file has {len(data)}")
@@ -70,8 +81,8 @@ class GgufSource:
     def _unpermute(self, name: str, weight: Tensor) -> Tensor:
         """Llama's q and k rows are stored for interleaved rope; ours (and Hugging Face's) rotates halves."""
         heads = {"q_proj": self.config.heads, "k_proj": self.config.kv_heads}.get(name.split(".")[-2], 0)
-        if self.config.family != "llama" or not heads:
-            return weight
+        if self.config.family != "llama" or not heads or weight.shape[0] % (2 * heads):
+            return weight  # a shape that does not fit is the loader's to refuse
         pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
         return pairs.transpose(1, 2).reshape(weight.shape)
 
@@ -84,51 +95,54 @@ class GgufSource:
             return f"model.layers.{parts[1]}.{BLOCK_NAMES[parts[2]]}.{suffix}"
         return name
 
-    def _get(self, key: str, default: Any = None) -> Any:
-        return self._metadata.get(key, default)
-
-    def _need(self, key: str) -> Any:
-        value = self._get(key)
-        if value is None:
-            raise ModelError(f"{self._path}: {key} is missing from the metadata")
-        return value
-
     def _read_config(self) -> ModelConfig:
-        family = self._get("general.architecture")
-        if family not in FAMILIES:
-            raise ModelError(
-                f"{self._path}: architecture {family!r} is not supported (supported: {', '.join(FAMILIES)})"
-            )
-        hidden, heads = self._need(f"{family}.embedding_length"), self._need(f"{family}.attention.head_count")
-        vocab_size = int(self._tensors["model.embed_tokens.weight"].shape[1])
-        scaling = self._get(f"{family}.rope.scaling.type", "none")
-        if scaling not in ("none", "linear") or "rope_freqs.weight" in self._tensors:
-            raise ModelError(f"{self._path}: rope scaling {scaling!r} is not supported in GGUF files yet")
-        factor = float(self._get(f"{family}.rope.scaling.factor", 1.0))
+        family, settings = self._read_family(), self._settings
+        if "model.embed_tokens.weight" not in self._tensors:
+            raise ModelError(f"{self._path}: tensor token_embd.weight is missing")
+        hidden, heads = settings.count(f"{family}.embedding_length"), settings.count(f"{family}.attention.head_count")
+        kv_heads = settings.optional_count(f"{family}.attention.head_count_kv")
+        head_dim = settings.optional_count(f"{family}.attention.key_length")
+        shape = head_shape(self._path, hidden, heads, kv_heads, head_dim)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if settings.optional_count(f"{family}.{key}") not in (None, shape["head_dim"]):
+                raise settings.refuse(f"{family}.{key}", f"the head's size, {shape['head_dim']},")
         return ModelConfig(
             family=family,
-            vocab_size=vocab_size,
+            vocab_size=int(self._tensors["model.embed_tokens.weight"].shape[-1]),
             hidden_size=hidden,
-            intermediate_size=self._need(f"{family}.feed_forward_length"),
-            layers=self._need(f"{family}.block_count"),
-            heads=heads,
-            kv_heads=self._get(f"{family}.attention.head_count_kv", heads),
-            head_dim=self._get(f"{family}.attention.key_length", hidden // heads),
-            max_positions=self._need(f"{family}.context_length"),
-            norm_eps=float(self._need(f"{family}.attention.layer_norm_rms_epsilon")),
-            rope=Rope(
-                theta=float(self._get(f"{family}.rope.freq_base", 10000.0)),
-                kind="default" if scaling == "none" else scaling,
-                factor=factor,
-            ),
+            intermediate_size=settings.count(f"{family}.feed_forward_length"),
+            layers=settings.count(f"{family}.block_count"),
+            max_positions=settings.count(f"{family}.context_length"),
+            norm_eps=settings.number(f"{family}.attention.layer_norm_rms_epsilon"),
+            rope=self._read_rope(family),
             tied="lm_head.weight" not in self._tensors,
             qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._tensors,
             output_bias="model.layers.0.self_attn.o_proj.bias" in self._tensors,
+            mlp_bias="model.layers.0.mlp.gate_proj.bias" in self._tensors,
             qk_norm="model.layers.0.self_attn.q_norm.weight" in self._tensors,
             dtype="bfloat16",
-            eos_token_ids=self._eos_ids(),
+            eos_token_ids=sorted({token for key in END_KEYS for token in settings.token_ids(key)}),
+            **shape,
         )
 
-    def _eos_ids(self) -> list[int]:
-        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        return sorted({int(value) for key in keys if (value := self._get(key)) is not None})
+    def _read_family(self) -> str:
+        """The architecture, once nothing in its metadata is unknown."""
+        family = self._settings.raw.get("general.architecture")
+        if family not in FAMILIES:
+            supported = ", ".join(FAMILIES)
+            raise ModelError(f"{self._path}: architecture {family!r} is not supported (supported: {supported})")
+        for key, value in self._settings.raw.items():
+            name = key.removeprefix(f"{family}.")
+            if name != key and name not in KNOWN_KEYS and value not in (0, None):
+                raise ModelError(f"{self._path}: {key} = {value!r} is an option that gllm does not know")
+        return family
+
+    def _read_rope(self, family: str) -> Rope:
+        settings = self._settings
+        scaling = settings.raw.get(f"{family}.rope.scaling.type", "none")
+        if scaling not in ("none", "linear") or "rope_freqs.weight" in self._tensors:
+            raise ModelError(f"{self._path}: rope scaling {scaling!r} is not supported in GGUF files yet")
+        theta = settings.number(f"{family}.rope.freq_base", 10000.0)
+        if scaling == "none":
+            return Rope(theta=theta)
+        return Rope(theta=theta, kind=scaling, factor=settings.number(f"{family}.rope.scaling.factor"))

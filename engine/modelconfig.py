@@ -114,6 +114,9 @@ class Settings:
             raise self.refuse(key, "a positive integer")
         return value
 
+    def optional_count(self, key: str) -> int | None:
+        return None if self.raw.get(key) is None else self.count(key)
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self.raw.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
@@ -162,11 +165,12 @@ def _refuse_unknown(raw: dict[str, Any], path: Path) -> None:
 
 
 def _from_settings(settings: Settings, family: str, eos: list[int]) -> ModelConfig:
-    bias = settings.flag("attention_bias")
+    bias, hidden = settings.flag("attention_bias"), settings.count("hidden_size")
+    heads, kv_heads = settings.count("num_attention_heads"), settings.optional_count("num_key_value_heads")
     return ModelConfig(
         family=family,
         vocab_size=settings.count("vocab_size"),
-        hidden_size=settings.count("hidden_size"),
+        hidden_size=hidden,
         intermediate_size=settings.count("intermediate_size"),
         layers=settings.count("num_hidden_layers"),
         max_positions=settings.count("max_position_embeddings"),
@@ -179,20 +183,20 @@ def _from_settings(settings: Settings, family: str, eos: list[int]) -> ModelConf
         qk_norm=family == "qwen3",
         dtype=_dtype(settings),
         eos_token_ids=eos,
-        **_head_shape(settings),
+        **head_shape(settings.path, hidden, heads, kv_heads, settings.optional_count("head_dim")),
     )
 
 
-def _head_shape(settings: Settings) -> dict[str, int]:
-    hidden, heads, raw = settings.count("hidden_size"), settings.count("num_attention_heads"), settings.raw
-    kv_heads = heads if raw.get("num_key_value_heads") is None else settings.count("num_key_value_heads")
-    if raw.get("head_dim") is None and hidden % heads:
+def head_shape(path: Path, hidden: int, heads: int, kv_heads: int | None, head_dim: int | None) -> dict[str, int]:
+    """The fields of a head's shape, with what is not given derived. Raises ModelError if they do not fit together."""
+    kv_heads = heads if kv_heads is None else kv_heads
+    if head_dim is None and hidden % heads:
         message = f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and no head_dim"
-        raise ModelError(f"{settings.path}: {message}")
-    head_dim = hidden // heads if raw.get("head_dim") is None else settings.count("head_dim")
+        raise ModelError(f"{path}: {message}")
+    head_dim = hidden // heads if head_dim is None else head_dim
     if heads % kv_heads or head_dim % 2:
         message = f"{heads} heads, {kv_heads} key/value heads, head_dim {head_dim} do not fit together"
-        raise ModelError(f"{settings.path}: {message}")
+        raise ModelError(f"{path}: {message}")
     return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
 
 

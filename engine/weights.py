@@ -14,13 +14,16 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.modelconfig import ModelConfig, load_config, read_json
 
-# Buffers that old checkpoints carry although they follow from the configuration.
-REDUNDANT_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
+REDUNDANT_SUFFIX = ".rotary_emb.inv_freq"  # a buffer that old checkpoints carry; it follows from the configuration
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INDEX = "model.safetensors.index.json"
 SAMPLE_BYTES, SAMPLES = 1 << 16, 64  # what is hashed of a weight file: enough to tell checkpoints apart, not 16 GB
 
 
 class Source(Protocol):
-    """A checkpoint: named tensors with their shapes, read one by one."""
+    """A checkpoint: named tensors with their shapes, read one by one. `place` is the file that says what it holds."""
+
+    place: str
 
     def names(self) -> set[str]: ...
 
@@ -35,15 +38,18 @@ class SafetensorsSource:
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, Path] = {}
+        placed: dict[str, Path] = {}
         for path, expected in _shards(directory):
             handle = stack.enter_context(_open_shard(path))
             held = set(handle.keys())
-            names = held if expected is None else expected
-            if missing := sorted(names - held):
+            if missing := sorted(expected - held):
                 raise ModelError(f"{path}: tensor {missing[0]} is missing, which the index places here")
             self._files[str(path)] = handle
-            self._file_of.update(dict.fromkeys(names, path))
+            self._file_of.update(dict.fromkeys(held, path))
+            placed.update(dict.fromkeys(expected, path))
+        self._file_of.update(placed)
         self.paths = [Path(name) for name in self._files]
+        self.place = str(directory / INDEX if placed else self.paths[0])
 
     def names(self) -> set[str]:
         return set(self._file_of)
@@ -59,20 +65,20 @@ class SafetensorsSource:
         return str(self._file_of[name])
 
 
-def _shards(directory: Path) -> list[tuple[Path, set[str] | None]]:
-    """The files of a checkpoint with the tensors that the index places in each (None: whatever the one file holds)."""
-    index = directory / "model.safetensors.index.json"
+def _shards(directory: Path) -> list[tuple[Path, set[str]]]:
+    """The files of a checkpoint with the tensors that the index places in each (none if there is no index)."""
+    index = directory / INDEX
     if not index.exists():
         path = directory / "model.safetensors"
         if not path.exists():
             raise ModelError(f"{path}: no such file, and no {index.name} beside it")
-        return [(path, None)]
+        return [(path, set())]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: weight_map: an object expected, got {weight_map!r}")
     shards: dict[str, set[str]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
             raise ModelError(f"{index}: {name} is placed in {file!r}, which is no file name in this directory")
         shards.setdefault(file, set()).add(name)
     return [(directory / file, names) for file, names in sorted(shards.items())]
@@ -92,7 +98,7 @@ class Loader:
 
     def __init__(self, source: Source, dtype: torch.dtype, device: torch.device) -> None:
         self._source = source
-        self._left = {name for name in source.names() if not name.endswith(REDUNDANT_SUFFIXES)}
+        self._left = {name for name in source.names() if not name.endswith(REDUNDANT_SUFFIX)}
         self._dtype, self._device = dtype, device
 
     def has(self, name: str) -> bool:
@@ -107,17 +113,13 @@ class Loader:
         parameter = torch.empty(shape, dtype=self._dtype, device=self._device)
         first = 0
         for name, rows in parts:
-            part = self._take(name)
-            if tuple(part.shape) != (rows, *columns):
-                where = self._source.where(name)
-                raise ModelError(f"{where}: tensor {name} has shape {list(part.shape)}, not {[rows, *columns]}")
-            parameter[first : first + rows].copy_(part)
+            parameter[first : first + rows].copy_(self._take(name, [rows, *columns]))
             first += rows
         return parameter
 
     def drop_tied(self, name: str, twin: Tensor) -> None:
         """Take a tensor that the files hold although it is tied to `twin`; one that differs is warned of, not used."""
-        if not torch.equal(self._take(name).to(twin.dtype).to(twin.device), twin):
+        if not torch.equal(self._take(name, list(twin.shape)).to(twin.dtype).to(twin.device), twin):
             where = self._source.where(name)
             warnings.warn(
                 f"{where}: {name} differs from the embedding it is tied to; the embedding is used", stacklevel=2
@@ -128,13 +130,16 @@ class Loader:
             name = min(self._left)
             raise ModelError(f"{self._source.where(name)}: tensor {name} has no place in this model")
 
-    def _take(self, name: str) -> Tensor:
+    def _take(self, name: str, shape: list[int]) -> Tensor:
         if name not in self._left:
-            raise ModelError(f"tensor {name} is missing from the checkpoint")
+            raise ModelError(f"{self._source.place}: tensor {name} is missing")
         self._left.discard(name)
         part = self._source.read(name)
-        if not part.is_floating_point():
-            raise ModelError(f"{self._source.where(name)}: tensor {name} has dtype {part.dtype}, a float expected")
+        where = f"{self._source.where(name)}: tensor {name}"
+        if list(part.shape) != shape:
+            raise ModelError(f"{where} has shape {list(part.shape)}, not {shape}")
+        if part.dtype not in FLOATS:
+            raise ModelError(f"{where} has dtype {part.dtype}, not one of {', '.join(map(str, FLOATS))}")
         return part
 
 
