@@ -146,6 +146,11 @@ class ActiveJob:
             preemptions=self.preemptions,
         )
 
+    @property
+    def lacking(self) -> bool:
+        """Whether there is something that Redis does not have."""
+        return self.terminal is not None or (not self._abandoned and (self._mark is not None or self.unpublished > 0))
+
     def give_up(self) -> None:
         """Write nothing more but a terminal event: the reply's key is broken."""
         self._abandoned = True

@@ -72,9 +72,13 @@ class Jobs:
         """Whether the engine has something to step."""
         return any(job.in_engine and not job.holds for job in self._jobs.values())
 
+    def has(self, job: ActiveJob) -> bool:
+        """Whether the job is still here, ended or not."""
+        return self._jobs.get(job.id) is job
+
     def owns(self, job: ActiveJob) -> bool:
         """Whether the job is still to be worked on."""
-        return self._jobs.get(job.id) is job and job.terminal is None
+        return self.has(job) and job.terminal is None
 
     async def wait_empty(self) -> None:
         """Until every job has ended or gone."""
@@ -189,7 +193,7 @@ class Jobs:
 
     def drop(self, job: ActiveJob) -> None:
         """It is not this worker's any more; nothing is written of it."""
-        if self._jobs.get(job.id) is job:
+        if self.has(job):
             del self._jobs[job.id]
             self._gone.set()
             self.forget(job)
@@ -219,7 +223,7 @@ class Jobs:
             self.end(job, "cancelled")
 
     def fenced(self, job: ActiveJob) -> None:
-        if self._jobs.get(job.id) is job:
+        if self.has(job):
             self._metrics.redis_error("fenced")
             self._metrics.recovery("fenced")
             self._log_job(job, logs.JOB_FENCED)

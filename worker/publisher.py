@@ -24,6 +24,10 @@ MERGE_SECONDS = 0.04  # longest wait for other tokens; below what a reader of te
 class Listener(Protocol):
     """Who is told what Redis says about a job."""
 
+    def has(self, job: ActiveJob) -> bool:
+        """Whether it is still this worker's."""
+        ...
+
     def published(self, job: ActiveJob) -> None:
         """Redis has more of it than before."""
 
@@ -115,13 +119,15 @@ class Publisher:
             await self._finish(jobs)
         except (RedisError, OSError) as error:
             self._link.lost(error)
+            return False
+        finally:  # also when we are cancelled: the last flush of a worker must not forget them
             for job in jobs:
                 self._again(job)
-            return False
         return True
 
     def _again(self, job: ActiveJob) -> None:
-        if job.rows() or job.finish_row():
+        """Whatever Redis still lacks of the job goes into the next flush."""
+        if job.lacking and self._listener.has(job):
             self.changed(job)
 
     async def _append(self, jobs: Iterable[ActiveJob]) -> None:
@@ -156,7 +162,6 @@ class Publisher:
     def _refused(self, job: ActiveJob, answer: Answer) -> None:
         if answer.status == "GAP" and job.repair(answer):
             self._listener.repaired(job)
-            self._again(job)
         elif answer.status == "ERR":
             self._listener.unpublishable(job, answer.text)
         else:

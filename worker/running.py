@@ -16,6 +16,7 @@ from worker.active import ActiveJob
 from worker.admission import Admission
 from worker.bridge import Bridge, EngineDied
 from worker.claimer import Claimer, first_of
+from worker.connection import cancelled
 from worker.health import Health
 from worker.intake import Intake
 from worker.jobs import Jobs
@@ -159,20 +160,27 @@ class Running:
         charged = frozenset(failure.in_flight if isinstance(failure, EngineDied) else ())
         await self._stop_claiming()
         await self._admission.close()
+        await self._stop_parts(keep="lease")  # it keeps what is not handed back yet, and finds a lost Redis again
         try:
             async with asyncio.timeout(LAST_WORDS_SECONDS):
-                await self._stop_parts()
-                if self.link.up and await self._publisher.flush():
-                    await self._release(list(self.jobs), charged)
-                    await self._publisher.flush()
+                while len(self.jobs) and not self.link.fatal.done() and not cancelled():
+                    await self._last_words(charged)
                 await self._queue.leave()
         except (RedisError, OSError) as error:  # TimeoutError is an OSError
             self._log.warning(logs.REDIS_LOST, error=f"{type(error).__name__}: {error}", jobs_left=self.jobs.ids)
 
-    async def _stop_parts(self) -> None:
-        for part in self._parts:
+    async def _last_words(self, charged: frozenset[str]) -> None:
+        """Publish what there is, then release what has not ended; all of it again if Redis fails meanwhile."""
+        await self.link.wait_up()
+        if await self._publisher.flush():
+            await self._release([job for job in self.jobs if job.terminal is None], charged)
+            await asyncio.sleep(0)
+
+    async def _stop_parts(self, keep: str = "") -> None:
+        stopping = [part for part in self._parts if part.get_name() != keep]
+        for part in stopping:
             part.cancel()
-        await asyncio.gather(*self._parts, return_exceptions=True)
+        await asyncio.gather(*stopping, return_exceptions=True)
 
     async def _release(self, jobs: list[ActiveJob], charged: frozenset[str]) -> None:
         if not jobs:

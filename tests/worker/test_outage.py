@@ -266,3 +266,28 @@ async def test_two_workers_share_a_queue(own_crew: ServiceBench) -> None:
     counts = [len(worker.engine.added) for worker in workers]
     assert sum(counts) == 60
     assert min(counts) > 15
+
+
+async def test_dying_engine_hands_jobs_back_though_answers_get_lost(own_crew: ServiceBench, proxy: Proxy) -> None:
+    worker = await own_crew.start(redis=proxy.url, lease=30.0, engine=FakeEngine(max_sequences=8))
+    for n in range(8):
+        await own_crew.submit(f"j{n}", max_tokens=4000)
+        await own_crew.published(f"j{n}", 3)
+    proxy.cut = 0.3
+    worker.engine.die("lost")
+
+    assert await worker.task != OK
+    states = [await own_crew.bench.field(f"j{n}", "state") for n in range(8)]
+    assert states == [None] * 8  # all are handed back: nobody has to wait 30 s for them
+
+
+async def test_sigterm_without_redis_ends_within_the_grace_time(own_crew: ServiceBench, own_server: Server) -> None:
+    worker = await own_crew.start(grace=0.3, lease=1.0)
+    await own_crew.submit("a", max_tokens=4000)
+    await own_crew.published("a", 3)
+    own_server.stop(kill=True)
+    await own_crew.until(lambda: not worker.ready, "readiness to turn false")
+    began = time.monotonic()
+
+    assert await worker.stop() == OK
+    assert time.monotonic() - began < 0.3 + 5.0 + 2.0
