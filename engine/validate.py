@@ -45,8 +45,8 @@ def validate_request(request: Request, info: EngineInfo) -> int:
 def validate_sampling(sampling: SamplingParams) -> None:
     """Ranges of the protocol page. Raises ValueError naming field and value; NaN is in no range."""
     _check_whole("max_tokens", sampling.max_tokens, 0, None)
-    _check_whole("min_tokens", sampling.min_tokens, 0, None)
-    _check_whole("top_k", sampling.top_k, -1, None)
+    _check_whole("min_tokens", sampling.min_tokens, 0, None, optional=False)
+    _check_whole("top_k", sampling.top_k, -1, None, optional=False)
     _check_whole("seed", sampling.seed, 0, MAX_SEED)
     _check_whole("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
     _check_whole("prompt_logprobs", sampling.prompt_logprobs, 0, MAX_LOGPROBS)
@@ -80,13 +80,16 @@ def _limit(request: Request, info: EngineInfo) -> int:
 
 
 def _check_ids(name: str, ids: list[int], vocab_size: int) -> None:
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-        wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise ValueError(f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}")
+    if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
+        return
+    wrong = next(token for token in ids if type(token) is not int or not 0 <= token < vocab_size)
+    if type(wrong) is not int:
+        raise ValueError(f"{name}: whole numbers expected, got {wrong!r}")
+    raise ValueError(f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}")
 
 
-def _check_whole(name: str, value: int | None, low: int, high: int | None) -> None:
-    if value is None:
+def _check_whole(name: str, value: int | None, low: int, high: int | None, *, optional: bool = True) -> None:
+    if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         until = "up" if high is None else f"{high}"
