@@ -170,6 +170,15 @@ class BlockPool:
             parent = self._registration[table[index]]
         return swaps
 
+    def forget(self, table: Iterable[int]) -> None:
+        """Take blocks whose content is in doubt out of the index, where this table is their only user.
+
+        What others use stays until the last of them forgets it: it is the registered parent of what they compute.
+        """
+        for block in table:
+            if self._registration[block] and self._references[block] == 1:
+                self._unregister(block)
+
     def clear(self) -> None:
         """Forget all registered content. Live blocks stay with their users, who may register them again."""
         for block in list(self._index.values()):

@@ -282,6 +282,8 @@ class Scheduler:
         """Its KV is computed and its tokens are real: full blocks may be matched from now on."""
         sequence.kv = entry.start + entry.count
         full = sequence.kv // self.pool.block_size
+        if full == sequence.registered:
+            return
         swaps = self.pool.register(sequence.table, sequence.tokens, sequence.namespace, sequence.registered, full)
         sequence.registered = full
         self._swaps.extend((sequence.row, index, block) for index, block in swaps)
@@ -377,6 +379,9 @@ class Scheduler:
         """Give back what ended, once no launched step may still write its blocks."""
         for sequence in [s for s in self._retiring if s.in_flight == 0]:
             self._retiring.remove(sequence)
+            if sequence.finish_reason is FinishReason.ERROR:
+                # Any of its KV may be at fault: left in the index, it would break every later request with its prefix.
+                self.pool.forget(sequence.table)
             self._leave_row(sequence)
 
     def _leave_row(self, sequence: Sequence) -> None:

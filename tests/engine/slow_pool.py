@@ -53,6 +53,12 @@ class SlowPool:
             elif not self.used[block]:
                 self.free.add(block)
 
+    def forget(self, table: list[int]) -> None:
+        lost = [self.content.pop(block) for block in table if block in self.content and self.used[block] == 1]
+        for block, prefix in self.content.items():
+            if any(prefix[: len(start)] == start for start in lost):
+                self.content[block] = (object(),)  # kept, and out of reach for ever
+
     def clear(self) -> None:
         self.free.update(self.idle)
         self.idle, self.content = [], {}

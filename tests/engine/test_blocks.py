@@ -3,26 +3,12 @@
 import os
 import subprocess
 import sys
-from array import array
 from pathlib import Path
 
 import pytest
 
 from engine.blocks import BlockPool, PoolCounts, UncachedPool, fnv1a_64
-
-SPACE = (("model", "m"), ("tenant", None))
-OTHER = (("model", "m"), ("tenant", "t"))
-
-
-def words(*tokens: int) -> "array[int]":
-    return array("i", tokens)
-
-
-def chain(pool: BlockPool, tokens: "array[int]", space: tuple = SPACE) -> list[int]:
-    """Take and register blocks for all whole blocks of `tokens`."""
-    table = [pool.take() for _ in range(len(tokens) // pool.block_size)]
-    pool.register(table, tokens, space, 0, len(table))
-    return table
+from tests.engine.chains import OTHER, SPACE, chain, words
 
 
 @pytest.fixture
@@ -234,27 +220,6 @@ def test_registrations_are_never_reused(pool):
         pool.release(table)
         if turn % 5 == 4:
             pool.clear()
-
-
-def test_clear_forgets_all_and_leaves_live_blocks_with_their_users(pool):
-    live, idle = chain(pool, words(1, 2, 3, 4)), chain(pool, words(5, 6))
-    pool.release(idle)
-    pool.clear()
-    pool.check([live])
-    assert pool.counts == PoolCounts(2, 0, 4)
-    assert pool.match(words(1, 2, 3, 4), SPACE, 2) == []
-    assert pool.register(live, words(1, 2, 3, 4), SPACE, 0, 2) == []
-    assert pool.match(words(1, 2, 3, 4), SPACE, 2) == live
-    pool.release(live)
-    pool.clear()
-    assert pool.counts == PoolCounts(0, 0, 6)
-
-
-def test_registering_behind_a_forgotten_parent_is_refused(pool):
-    table = chain(pool, words(1, 2, 3, 4))
-    pool.clear()
-    with pytest.raises(AssertionError, match="cleared under its sequence"):
-        pool.register(table, words(1, 2, 3, 4), SPACE, 1, 2)
 
 
 def test_available_beside_counts_what_acquiring_would_pin(pool):

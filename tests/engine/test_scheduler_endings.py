@@ -147,14 +147,35 @@ def test_nan_ends_one_request_and_its_neighbours_do_not_notice(budget):
     bench.prove("beside", "again")
 
 
-def test_nan_in_a_later_step_keeps_what_was_published_before():
-    bench = Bench()
-    bench.add("x", A[:7], max_tokens=9)
+def test_nan_in_a_later_step_takes_back_what_only_it_holds():
+    """Its published KV may be the cause: left in the index, it would break all who start with the same tokens."""
+    bench = Bench(budget=8)
+    bench.add("beside", [*A[:5], 50, 51], max_tokens=9)
+    bench.step()
+    bench.add("x", [*A, *B], max_tokens=9)
     bench.step()
     bench.device.broken.add("x")
     bench.run()
-    assert bench.told["x"].tokens == expected(bench.sequences["x"].request, 1)
-    assert bench.pool.counts.reclaimable == 1, "the block that filled up in the broken step is not among them"
+    assert (bench.told["x"].tokens, bench.told["x"].cached) == ([], {4})
+    bench.device.broken.clear()
+    for name, cached in (("again", 4), ("then", 20)):
+        bench.add(name, [*A, *B], max_tokens=1)
+        bench.run()
+        assert bench.told[name].cached == {cached}, "only what another held is still there"
+    bench.prove("beside", "again", "then")
+
+
+@depths
+def test_broken_kv_that_two_share_is_forgotten_with_the_last_of_them(depth):
+    bench = Bench(depth=depth, budget=12)
+    bench.add("first", A, max_tokens=9)
+    bench.step()
+    bench.add("second", [*A[:8], 50, 51], max_tokens=9)
+    bench.step()
+    bench.device.broken |= {"first", "second"}
+    bench.run()
+    assert bench.told["second"].cached == {8}
+    assert bench.pool.counts.reclaimable == 0
 
 
 # -- ending by token --------------------------------------------------------------------------------------------------
