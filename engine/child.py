@@ -119,12 +119,13 @@ class Child:
             self._obey(self._channel.receive(IDLE_SECONDS if idle else 0.0))
             idle = not self._step()
             if idle:
+                self._announce([])
                 self._check()
 
     def _step(self) -> bool:
         """One step and its report; False if there was nothing to do."""
         engine = self._engine
-        launched = engine.launch()
+        launched = engine.launch_ahead()
         self._obey(self._channel.receive(0.0))  # a cancel that came while the device worked takes effect at once
         deltas = self._refused + engine.collect()
         self._refused = []

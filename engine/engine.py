@@ -21,7 +21,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, on_launch: Callable[[list[str]], None] | None = None) -> None:
         validate_config(config)
-        self._on_launch = on_launch  # told the requests of each step before the device sees it
+        self._on_launch = on_launch  # told the requests of all steps in flight before each launch
         self.config = config
         self.runner = Runner(config)
         pool_kind = BlockPool if config.prefix_cache else UncachedPool
@@ -83,21 +83,28 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Plan, compute and commit one step; what it brought to each request, endings included."""
-        while len(self._launched) < self._depth and self.launch():
-            pass
+        self.launch_ahead()
         return self.collect()
 
+    def launch_ahead(self) -> bool:
+        """Launch as many steps as may be in flight at once. False when none is."""
+        while len(self._launched) < self._depth and self.launch():
+            pass
+        return bool(self._launched)
+
     def launch(self) -> bool:
-        """Plan a step and start it on the device. False when there is nothing to step."""
+        """Plan a step and start it on the device. False when there is nothing to step, or the step failed at once."""
         plan = self.scheduler.schedule()
         if plan is None:
             return False
         if self._on_launch is not None:
-            self._on_launch([entry.sequence.id for entry in plan.entries])
+            plans = [*(handle.plan for handle in self._launched), plan]
+            self._on_launch(list(dict.fromkeys(entry.sequence.id for plan in plans for entry in plan.entries)))
         try:
             self._launched.append(self.runner.launch(plan))
         except Exception as error:  # whatever a kernel raises: the books must stay right, and the caller is told
             self._fail([*(handle.plan for handle in self._launched), plan], error)
+            return False
         return True
 
     def collect(self) -> list[Delta]:

@@ -63,6 +63,8 @@ class Bridge:
         self.loading: list[Loading] = []
         self.busy = False  # requests were added that have not ended
         self._active: set[str] = set()
+        self._cancelled: set[str] = set()  # active ones whose end is still to be reported
+        self._later: dict[str, list[Command]] = {}  # for those that came back before that report: their next life
         self._in_flight: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -83,20 +85,26 @@ class Bridge:
                     raise AssertionError(f"the engine reported {report!r} while loading")
 
     def add(self, request: Request) -> None:
-        self._active.add(request.id)
+        """Hand a request to the engine. One that was cancelled may come back at once; it hears nothing of its past."""
         if not self.busy:
             self.last_step = time.monotonic()
         self.busy = True
+        if request.id in self._cancelled:
+            self._later[request.id] = [Add(request)]
+            return
+        self._active.add(request.id)
         self._send(Add(request))
 
     def cancel(self, request_id: str) -> None:
-        self._send(Cancel(request_id))
+        if self._later.pop(request_id, None) is None and request_id in self._active:
+            self._cancelled.add(request_id)
+            self._send(Cancel(request_id))
 
     def hold(self, request_id: str) -> None:
-        self._send(Hold(request_id))
+        self._command(request_id, Hold(request_id))
 
     def unhold(self, request_id: str) -> None:
-        self._send(Unhold(request_id))
+        self._command(request_id, Unhold(request_id))
 
     def clear_cache(self) -> None:
         self._send(ClearCache())
@@ -108,9 +116,10 @@ class Bridge:
             if isinstance(report, Launching):
                 self._in_flight = report.ids
             elif isinstance(report, Stepped):
+                deltas = [delta for delta in report.deltas if delta.id not in self._later]
                 self._note(report)
-                if report.deltas:
-                    yield report.deltas
+                if deltas:
+                    yield deltas
 
     def kill(self) -> None:
         """End the process at once (it hangs); `deltas` then raises EngineDied with the requests of its step."""
@@ -162,6 +171,13 @@ class Bridge:
         if not self._writer.is_closing():
             self._writer.write(encode_frame(command))
 
+    def _command(self, request_id: str, command: Command) -> None:
+        """Send a command about a request, or keep it behind an `Add` that waits."""
+        if request_id in self._later:
+            self._later[request_id].append(command)
+        else:
+            self._send(command)
+
     async def _receive(self) -> Report:
         try:
             header = await self._reader.readexactly(HEADER_BYTES)
@@ -173,7 +189,8 @@ class Bridge:
         if isinstance(report, Failed):
             if report.refused:
                 raise EngineRefused(report.message)
-            raise EngineDied(report.message, report.in_flight)
+            self._in_flight = report.in_flight
+            raise EngineDied(report.message, self._blamed())
         return report
 
     def _blamed(self) -> list[str]:
@@ -185,5 +202,12 @@ class Bridge:
         self.last_step = self.stats_time
         for delta in report.deltas:
             if delta.finish_reason is not None:
-                self._active.discard(delta.id)
+                self._end(delta.id)
         self.busy = bool(self._active)
+
+    def _end(self, request_id: str) -> None:
+        self._active.discard(request_id)
+        self._cancelled.discard(request_id)
+        for command in self._later.pop(request_id, []):
+            self._active.add(request_id)
+            self._send(command)
