@@ -145,7 +145,7 @@ async def test_older_record_or_reply_after_a_failover_leaves_no_hole(bench: Queu
 
 
 async def test_entry_deleted_while_pending_is_acked_away(bench: QueueBench) -> None:
-    dead, heir = await bench.worker("dead", lease=0.05), await bench.worker("heir", lease=0.05)
+    dead, heir = await bench.worker("dead"), await bench.worker("heir")
     await bench.one(dead)
     await bench.redis.xtrim(bench.keys.jobs("normal", 0), 0)
 

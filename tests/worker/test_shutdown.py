@@ -1,0 +1,109 @@
+"""How a worker ends: drain, grace time, second signal, and an engine that dies or hangs."""
+
+import asyncio
+import time
+
+import pytest
+
+from tests.worker.fake_engine import FakeEngine, script
+from tests.worker.service_bench import ServiceBench
+from worker.service import FAILED, OK
+
+HELLO = [3 + byte for byte in b"hello"]
+
+
+async def test_sigterm_lets_jobs_end_and_hands_back_what_has_not_begun(crew: ServiceBench) -> None:
+    worker = await crew.start(engine=FakeEngine(max_sequences=2))
+    for job_id in ("a", "b", "c"):
+        await crew.submit(job_id, max_tokens=300)
+    await crew.published("b", 3)
+
+    status = await worker.stop()
+
+    assert status == OK
+    ended = [job_id for job_id in ("a", "b", "c") if await crew.bench.field(job_id, "state") == "ended"]
+    assert ended == ["a", "b"]
+    assert await crew.bench.redis.zcard(crew.bench.keys.workers) == 0
+    assert worker.engine.closed
+
+
+async def test_grace_time_over_releases_the_rest_and_another_worker_goes_on_at_once(crew: ServiceBench) -> None:
+    first = await crew.start(lease=30.0, grace=0.2, engine=FakeEngine(step_seconds=0.01))
+    await crew.submit("a", max_tokens=400)
+    await crew.published("a", 5)
+    began = time.monotonic()
+
+    assert await first.stop() == OK
+    second = await crew.start(lease=30.0)
+    reply = await crew.reply("a")
+
+    assert time.monotonic() - began < 10  # no lease had to run out
+    assert reply.ids == script(HELLO, 400)
+    assert reply.resumes[0].worker == second.service.name
+    assert await crew.bench.field("a", "attempts") == "0"
+
+
+async def test_second_sigterm_releases_at_once(crew: ServiceBench) -> None:
+    worker = await crew.start(grace=60.0, engine=FakeEngine(step_seconds=0.01))
+    await crew.submit("a", max_tokens=4000)
+    await crew.published("a", 3)
+
+    worker.service.shutdown.signal()
+    await crew.until(lambda: worker.service.health.state == "draining", "the drain")
+    began = time.monotonic()
+    status = await worker.stop()
+
+    assert (status, time.monotonic() - began < 5) == (OK, True)
+    assert await crew.bench.field("a", "state") is None
+    assert await crew.bench.pending() == 1
+
+
+async def test_draining_worker_is_not_ready_claims_nothing_and_keeps_its_lease(crew: ServiceBench) -> None:
+    worker = await crew.start(lease=0.3, engine=FakeEngine(step_seconds=0.01))
+    await crew.submit("a", max_tokens=100)
+    await crew.published("a", 3)
+    worker.service.shutdown.signal()
+    await crew.until(lambda: worker.service.health.state == "draining", "the drain")
+    await crew.submit("b")
+
+    assert not worker.ready
+    assert worker.service.health.live
+    assert await worker.task == OK
+    assert await crew.bench.field("a", "claims") == "1"
+    assert await crew.bench.field("b", "state") is None
+
+
+async def test_dying_engine_hands_jobs_back_and_charges_only_those_of_its_step(crew: ServiceBench) -> None:
+    worker = await crew.start()
+    for job_id in ("a", "b"):
+        await crew.submit(job_id, max_tokens=4000)
+        await crew.published(job_id, 3)
+
+    worker.engine.die("out of memory", ["b"])
+    status = await worker.task
+
+    assert status == FAILED
+    assert not worker.service.health.live
+    assert [await crew.bench.field(job_id, "attempts") for job_id in ("a", "b")] == ["0", "1"]
+    assert await crew.bench.pending() == 2
+    second = await crew.start()
+    await crew.until(lambda: len(second.engine.added) == 2, "both jobs in another engine")
+    assert {request.id: request.isolate for request in second.engine.added} == {"a": False, "b": True}
+
+
+async def test_hanging_engine_is_killed(crew: ServiceBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.running.HANG_SECONDS", 0.2)
+    worker = await crew.start()
+    await crew.submit("a", max_tokens=4000)
+    await crew.published("a", 3)
+    worker.engine.go.clear()
+
+    assert await worker.task == FAILED
+    assert worker.engine.killed
+
+
+async def test_sigterm_while_starting_ends_at_once(crew: ServiceBench) -> None:
+    worker = await crew.start(redis="redis://127.0.0.1:1/0", wait=False)
+    await asyncio.sleep(0)
+
+    assert await worker.stop() == OK
