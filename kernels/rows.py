@@ -24,11 +24,12 @@ Product = Callable[[Tensor], Tensor]
 def cancelling(rows: int, outputs: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """x [rows, width] and w [outputs, width] with x @ w.T = 0 in exact arithmetic: what comes out is rounding error."""
     generator = torch.Generator(device).manual_seed(0)
-    half = -(-width // 2)
-    order = torch.randperm(2 * half, generator=generator, device=device)[:width]
+    half, odd = divmod(width, 2)
+    order = torch.randperm(width, generator=generator, device=device)
     w = torch.randn(outputs, half, generator=generator, device=device).to(dtype)
     x = torch.randn(rows, half, generator=generator, device=device).to(dtype)
-    return torch.cat((x, -x), 1)[:, order], w[:, order % half]
+    x, w = torch.cat((x, -x, x.new_zeros(rows, odd)), 1), torch.cat((w, w, w.new_ones(outputs, odd)), 1)
+    return x[:, order], w[:, order]
 
 
 class RowCounts:
