@@ -8,7 +8,7 @@ What lies beyond a sequence's length is replaced by zero before any product: 0 x
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -68,17 +68,26 @@ def paged_attention(q: Tensor, kv: Tensor, batch: AttentionBatch, scale: float) 
     return out
 
 
-@cache
 def _row_counts(keys: int, width: int, device: torch.device) -> RowCounts:
     """Which numbers of query rows give the same bits in both products with a tile of `keys` keys."""
+    return _measure_row_counts(keys, width, device, torch.get_num_threads())
 
-    def measure(outputs: int, inner: int, *, transposed: bool) -> RowCounts:
-        x, w = cancelling(LARGE[-1], outputs, inner, torch.float32, device)
-        right = w.expand(3, -1, -1).contiguous() if transposed else w.T.expand(3, -1, -1).contiguous()
-        right = right.transpose(1, 2) if transposed else right
-        return RowCounts.measure(lambda rows: torch.bmm(rows.expand(3, -1, -1), right).transpose(0, 1), x)
 
-    return measure(keys, width, transposed=True).both(measure(width, keys, transposed=False))
+@cache
+def _measure_row_counts(keys: int, width: int, device: torch.device, threads: int) -> RowCounts:
+    """Measured for a lone product too: libraries split that one over their threads, and batches product by product."""
+    counts = [
+        _measure_product(outputs, inner, batch, device, transposed=transposed)
+        for outputs, inner, transposed in ((keys, width, True), (width, keys, False))
+        for batch in (1, 3)
+    ]
+    return reduce(RowCounts.both, counts)
+
+
+def _measure_product(outputs: int, inner: int, batch: int, device: torch.device, *, transposed: bool) -> RowCounts:
+    x, w = cancelling(LARGE[-1], outputs, inner, torch.float32, device)
+    right = w.expand(batch, -1, -1).contiguous().transpose(1, 2) if transposed else w.T.repeat(batch, 1, 1)
+    return RowCounts.measure(lambda rows: torch.bmm(rows.expand(batch, -1, -1), right).transpose(0, 1), x)
 
 
 def _gather(kv: Tensor, blocks: Tensor, invalid: Tensor) -> Tensor:
@@ -147,7 +156,7 @@ class _Decodes:
         group = self.heads.group
         rows = _row_counts(self.keys, width, q.device).padded(group)
         padded = q.new_zeros(count, self.heads.kv, rows, width, dtype=torch.float32)
-        torch.mul(q.view(count, self.heads.kv, group, width), scale, out=padded[:, :, :group])
+        padded[:, :, :group].copy_(q.view(count, self.heads.kv, group, width)).mul_(scale)  # scaled after it is float32
         return self._attend(padded, kv)[:, :, :group].reshape(count, heads, width).to(q.dtype)
 
     def _attend(self, q: Tensor, kv: Tensor) -> Tensor:
@@ -213,7 +222,7 @@ class _Chunk:
         group = self.heads.group
         rows = q.new_zeros(self.heads.kv, self._rows, width, dtype=torch.float32)
         grouped = q.view(count, self.heads.kv, group, width).transpose(0, 1)
-        torch.mul(grouped, scale, out=rows[:, : count * group].view(self.heads.kv, count, group, width))
+        rows[:, : count * group].view(self.heads.kv, count, group, width).copy_(grouped).mul_(scale)
         out = self._attend(rows, _gather(kv, self.blocks, self.invalid))[:, : count * group]
         return out.view(self.heads.kv, count, group, width).transpose(0, 1).reshape(count, heads, width).to(q.dtype)
 

@@ -21,7 +21,7 @@ def prepare_linear(weight: Tensor, bias: Tensor | None, *, deterministic: bool) 
     product = _bind(weight, bias)
     if not deterministic:
         return product
-    counts = _row_counts(weight.shape, weight.dtype, weight.device, biased=bias is not None)
+    counts = _row_counts(weight.shape, weight.dtype, weight.device, bias is not None, torch.get_num_threads())
     return lambda x: counts.apply(product, x)
 
 
@@ -40,8 +40,8 @@ def _packs(weight: Tensor) -> bool:
 
 
 @cache
-def _row_counts(shape: torch.Size, dtype: torch.dtype, device: torch.device, *, biased: bool) -> RowCounts:
-    """The row counts that agree, measured on a stand-in of the weight's shape."""
+def _row_counts(shape: torch.Size, dtype: torch.dtype, device: torch.device, biased: bool, threads: int) -> RowCounts:
+    """The row counts that agree with this many threads, measured on a stand-in of the weight's shape."""
     outputs, inner = shape
     rows = 128 if outputs > WIDE else LARGE[-1]
     x, stand_in = cancelling(rows, outputs, inner, dtype, device)

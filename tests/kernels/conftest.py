@@ -3,14 +3,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kernels import attention, linear
-
 
 def set_threads(count: int) -> None:
-    """What is measured once per process holds for the number of threads that it was measured with."""
     torch.set_num_threads(count)
-    attention._row_counts.cache_clear()
-    linear._row_counts.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -86,7 +86,6 @@ def test_equal_scores_average_the_values():
     torch.testing.assert_close(out[1:, 0], means, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="kernels/attention.py rounds bfloat16 queries once more when it scales them")
 def test_scaling_does_not_round_the_queries():
     """1 / sqrt(80) is no power of two: scaled in bfloat16 the scores are off by a part in 256."""
     batch = ragged(6, Heads(2, 2), 80, 16, [1, 64, 200], [300, 64, 513], torch.bfloat16)
@@ -141,9 +140,6 @@ def test_decodes_among_any_number_of_others_keep_their_bits():
         same(whole, out, [(index, 0, 1) for index in generator.sample(range(40), size)])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="row counts are measured on batches of products; MKL splits a lone one otherwise"
-)
 @pytest.mark.parametrize("group", [5, 6, 7])
 def test_one_key_value_head_attends_with_the_same_bits_alone_on_two_threads(threads, group):
     """A single sequence with a single tile and one head is a batch of one product."""
