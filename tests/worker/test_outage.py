@@ -281,7 +281,10 @@ async def test_dying_engine_hands_jobs_back_though_answers_get_lost(own_crew: Se
     assert states == [None] * 8  # all are handed back: nobody has to wait 30 s for them
 
 
-async def test_sigterm_without_redis_ends_within_the_grace_time(own_crew: ServiceBench, own_server: Server) -> None:
+async def test_sigterm_without_redis_ends_within_the_grace_time(
+    own_crew: ServiceBench, own_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.running.LAST_WORDS_SECONDS", 0.5)
     worker = await own_crew.start(grace=0.3, lease=1.0)
     await own_crew.submit("a", max_tokens=4000)
     await own_crew.published("a", 3)
@@ -290,4 +293,4 @@ async def test_sigterm_without_redis_ends_within_the_grace_time(own_crew: Servic
     began = time.monotonic()
 
     assert await worker.stop() == OK
-    assert time.monotonic() - began < 0.3 + 5.0 + 2.0
+    assert time.monotonic() - began < 0.3 + 0.5 + 2.0

@@ -5,11 +5,18 @@ import asyncio
 import pytest
 
 from gllm.protocol import Done, Error, Tokens
+from tests.servers import first_kind
 from tests.worker.fake_engine import FakeEngine, script, text_of
 from tests.worker.service_bench import ServiceBench
 from worker.queue import Queue
 
 HELLO = [3 + byte for byte in b"hello"]
+
+
+@pytest.fixture
+def server_kind() -> str:
+    """One kind of server is enough here: what depends on the server is tested with the scripts and the outages."""
+    return first_kind()
 
 
 async def test_first_token_is_alone_and_at_once_and_later_ones_are_merged_under_load(

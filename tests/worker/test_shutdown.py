@@ -5,11 +5,18 @@ import time
 
 import pytest
 
+from tests.servers import first_kind
 from tests.worker.fake_engine import FakeEngine, script
 from tests.worker.service_bench import ServiceBench
 from worker.service import FAILED, OK
 
 HELLO = [3 + byte for byte in b"hello"]
+
+
+@pytest.fixture
+def server_kind() -> str:
+    """One kind of server is enough here: what depends on the server is tested with the scripts and the outages."""
+    return first_kind()
 
 
 async def test_sigterm_lets_jobs_end_and_hands_back_what_has_not_begun(crew: ServiceBench) -> None:
