@@ -19,7 +19,7 @@ from engine.weights import Loader, open_checkpoint
 from kernels import AttentionBatch, Heads, select
 
 KERNEL_VERSION = 1  # part of `numerics`: raise it with any change that may change a bit of a result
-LOGIT_ROWS = 128  # prompt positions per vocabulary product: bounds the memory of prompt_logprobs
+LOGIT_ROWS = 64  # prompt positions per vocabulary product: bounds the memory of prompt_logprobs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

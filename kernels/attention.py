@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.rows import LARGE, TILE, RowCounts, cancelling
+from kernels.rows import COUNTS, TILE, RowCounts, cancelling
 
 KEYS_PER_TILE = 256  # larger tiles waste work on short contexts, smaller ones cost more merges on long ones
 
@@ -85,7 +85,7 @@ def _measure_row_counts(keys: int, width: int, device: torch.device, threads: in
 
 
 def _measure_product(outputs: int, inner: int, batch: int, device: torch.device, *, transposed: bool) -> RowCounts:
-    x, w = cancelling(LARGE[-1], outputs, inner, torch.float32, device)
+    x, w = cancelling(COUNTS[-1], outputs, inner, torch.float32, device)
     right = w.expand(batch, -1, -1).contiguous().transpose(1, 2) if transposed else w.T.repeat(batch, 1, 1)
     return RowCounts.measure(lambda rows: torch.bmm(rows.expand(batch, -1, -1), right).transpose(0, 1), x)
 
@@ -236,19 +236,16 @@ class _Chunk:
         return out
 
     def _attend_rows(self, q: Tensor, tiles: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """The rows from the tile's first on: attention within the tile and its log-sum, in agreeing chunks."""
+        """The rows from the tile's first on: attention within the tile and its log-sum, in agreeing counts."""
         start, first, mask = self._tile_rows[number]
-        chunk = _row_counts(self.keys, q.shape[-1], q.device).chunk
-        outs, log_sums = list[Tensor](), list[Tensor]()
-        for offset in range(start, q.shape[1], chunk):
-            part = (
-                None
-                if mask is None or offset - start >= mask.shape[1]
-                else mask[:, offset - start : offset - start + chunk]
-            )
-            tile = _attend_tile(q[:, offset : offset + chunk], tiles[0, number], tiles[1, number], part)
+        keys, values = tiles[0, number], tiles[1, number]
+        outs, log_sums, offset = list[Tensor](), list[Tensor](), 0
+        for part in q[:, start:].split(_row_counts(self.keys, q.shape[-1], q.device).cut(q.shape[1] - start), 1):
+            shown = None if mask is None or offset >= mask.shape[1] else mask[:, offset : offset + part.shape[1]]
+            tile = _attend_tile(part, keys, values, shown)
             outs.append(tile.out)
             log_sums.append(tile.log_sum)
+            offset += part.shape[1]
         skip = first - start
         return torch.cat(outs, 1)[:, skip:], torch.cat(log_sums, 1)[:, skip:]
 

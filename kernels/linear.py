@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.rows import LARGE, Product, RowCounts, cancelling
+from kernels.rows import COUNTS, Product, RowCounts, cancelling
 
-WIDE = 16384  # outputs wider than this (vocabulary heads) are probed with few rows only: they are rarely given more
+WIDE, WIDE_ROWS = 16384, 64  # vocabulary heads are rarely given more rows than this, and are slow to measure with more
 Linear = Callable[[Tensor], Tensor]  # x [T, in] -> [T, out] in x's dtype
 
 
@@ -43,7 +43,7 @@ def _packs(weight: Tensor) -> bool:
 def _row_counts(shape: torch.Size, dtype: torch.dtype, device: torch.device, biased: bool, threads: int) -> RowCounts:
     """The row counts that agree with this many threads, measured on a stand-in of the weight's shape."""
     outputs, inner = shape
-    rows = 128 if outputs > WIDE else LARGE[-1]
+    rows = WIDE_ROWS if outputs > WIDE else COUNTS[-1]
     x, stand_in = cancelling(rows, outputs, inner, dtype, device)
     bias = torch.zeros(outputs, dtype=dtype, device=device) if biased else None
     return RowCounts.measure(_bind(stand_in, bias), x)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.rows import LARGE, SMALL, TILE, RowCounts, cancelling
+from kernels.rows import COUNTS, TILE, RowCounts, cancelling
 
 
 class Moody:
@@ -25,33 +25,21 @@ def numbers(rows: int) -> Tensor:
     return torch.arange(1.0, rows + 1)[:, None].expand(-1, 3).clone()
 
 
-def measure(likes: Callable[[int], bool], rows: int = LARGE[-1]) -> RowCounts:
+def measure(likes: Callable[[int], bool], rows: int = COUNTS[-1]) -> RowCounts:
     return RowCounts.measure(Moody(likes), numbers(rows))
 
 
-@pytest.mark.parametrize("small", [SMALL, (1, 16), (4, 8, 16), (16,), (2, 3, 5, 7, 16), (8, 10, 12, 14, 16)], ids=str)
-def test_small_counts_that_agree_are_found(small):
-    counts = measure(lambda rows: rows in small or rows % TILE == 0)
-    assert counts.small == small
-    assert counts.chunk == LARGE[-1]
-
-
-@pytest.mark.parametrize("largest", [16, *LARGE])
-def test_the_chunk_is_the_largest_up_to_which_all_agree(largest):
-    assert measure(lambda rows: rows <= largest).chunk == largest
-
-
-def test_a_count_that_agrees_beyond_one_that_does_not_is_not_trusted():
-    assert measure(lambda rows: rows != 80).chunk == 48
-    assert measure(lambda rows: rows != 32).chunk == TILE
+@pytest.mark.parametrize("liked", [COUNTS, (1, 16), (4, 8, 16, 64), (16,), (2, 3, 5, 7, 16, 1024)], ids=str)
+def test_exactly_the_counts_that_agree_are_found(liked):
+    assert measure(lambda rows: rows in liked).agreeing == sorted(liked)
 
 
 def test_no_more_rows_are_tried_than_there_are():
     product = Moody(lambda rows: True)
-    assert RowCounts.measure(product, numbers(128)).chunk == 128
+    assert RowCounts.measure(product, numbers(128)).agreeing[-1] == 128
     assert max(product.given) == 128
-    assert RowCounts.measure(product, numbers(200)).chunk == 128
-    assert RowCounts.measure(product, numbers(TILE)).chunk == TILE
+    assert RowCounts.measure(product, numbers(200)).agreeing[-1] == 192
+    assert RowCounts.measure(product, numbers(TILE)).agreeing[-1] == TILE
 
 
 def test_a_difference_in_a_later_group_of_rows_is_seen():
@@ -60,27 +48,41 @@ def test_a_difference_in_a_later_group_of_rows_is_seen():
     def picky(x: Tensor) -> Tensor:
         return x * 2 + (1 if len(x) == 8 and 20 in x[:, 0] else 0)
 
-    assert 8 not in RowCounts.measure(picky, numbers(1024)).small
-    assert 7 in RowCounts.measure(picky, numbers(1024)).small
+    assert 8 not in RowCounts.measure(picky, numbers(1024)).agreeing
+    assert 7 in RowCounts.measure(picky, numbers(1024)).agreeing
 
 
 @pytest.mark.parametrize(
-    ("small", "rows", "padded"),
+    ("agreeing", "rows", "pieces"),
     [
-        (SMALL, 1, 1),
-        (SMALL, 9, 10),
-        (SMALL, 15, 16),
-        ((16,), 1, 16),
-        ((4, 16), 5, 16),
-        ((4,), 5, 16),
-        (SMALL, 17, 32),
-        (SMALL, 33, 48),
-        (SMALL, 48, 48),
-        ((1, 2), 16, 16),
+        (COUNTS, 1, [1]),
+        (COUNTS, 9, [10]),
+        (COUNTS, 17, [20]),
+        (COUNTS, 33, [40]),
+        (COUNTS, 64, [64]),
+        (COUNTS, 65, [64, 1]),
+        (COUNTS, 440, [384, 64]),
+        (COUNTS, 2500, [1024, 1024, 384, 64, 4]),
+        ((16,), 1, [16]),
+        ((16,), 40, [16, 16, 16]),
+        ((4, 16), 5, [16]),
+        ((4,), 5, [16]),
+        ((4, 16, 128), 259, [128, 128, 4]),
+        ((16, 128), 33, [128]),
+        (COUNTS, 0, []),
     ],
 )
-def test_rows_are_padded_to_the_next_count_that_agrees(small, rows, padded):
-    assert RowCounts(small, 1024).padded(rows) == padded
+def test_rows_are_cut_into_counts_that_agree_and_the_last_is_padded(agreeing, rows, pieces):
+    assert RowCounts(agreeing).pieces(rows) == pieces
+
+
+@pytest.mark.parametrize("agreeing", [COUNTS, (16,), (1, 8, 16, 40, 48), (4, 20, 128)], ids=str)
+def test_whole_tiles_are_cut_without_padding(agreeing):
+    counts = RowCounts(agreeing)
+    for rows in range(TILE, 3000, TILE):
+        pieces = counts.cut(rows)
+        assert sum(pieces) == rows
+        assert set(pieces) <= set(counts.agreeing)
 
 
 MOODS = {
@@ -105,15 +107,6 @@ def test_each_row_has_the_same_bits_in_any_batch_whatever_the_product_likes(mood
         assert all(MOODS[mood](given) for given in product.given)
 
 
-def test_long_inputs_are_cut_and_only_the_last_piece_is_padded():
-    product = Moody(lambda rows: True)
-    assert len(RowCounts((4, 16), 128).apply(product, numbers(300))) == 300
-    assert product.given == [128, 128, 48]
-    product.given.clear()
-    assert len(RowCounts((4, 16), 128).apply(product, numbers(259))) == 259
-    assert product.given == [128, 128, 4]
-
-
 def test_inputs_of_a_count_that_agrees_are_neither_padded_nor_copied():
     seen: list[Tensor] = []
 
@@ -122,7 +115,7 @@ def test_inputs_of_a_count_that_agrees_are_neither_padded_nor_copied():
         return rows
 
     x = numbers(8)
-    RowCounts((8, 16), 128).apply(look, x)
+    RowCounts((8, 16)).apply(look, x)
     assert seen[0] is x
 
 
@@ -133,19 +126,19 @@ def test_padding_rows_are_zeros_and_never_come_back():
         seen.append(rows)
         return rows + 1
 
-    out = RowCounts((16,), 64).apply(look, numbers(5))
+    out = RowCounts((16,)).apply(look, numbers(5))
     assert torch.equal(out, numbers(5) + 1)
     assert torch.equal(seen[0][5:], torch.zeros(11, 3))
 
 
 def test_rows_of_more_than_one_axis_are_padded_along_the_first():
     x = torch.randn(5, 2, 3)
-    assert torch.equal(RowCounts((16,), 64).apply(lambda rows: rows * 2, x), x * 2)
+    assert torch.equal(RowCounts((16,)).apply(lambda rows: rows * 2, x), x * 2)
 
 
 def test_two_products_share_the_counts_that_agree_for_both():
-    both = RowCounts((1, 2, 4, 16), 128).both(RowCounts((2, 3, 4, 16), 512))
-    assert (both.small, both.chunk) == ((2, 4, 16), 128)
+    both = RowCounts((1, 2, 4, 16, 128)).both(RowCounts((2, 3, 4, 128, 512)))
+    assert both.agreeing == [2, 4, 16, 128]
 
 
 # -- sums that cancel -------------------------------------------------------------------------------------------------
