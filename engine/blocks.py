@@ -99,15 +99,15 @@ class BlockPool:
         """The public name of a registered block: chained FNV-1a 64 over its parent's name and its token words.
 
         Equal in every process for equal prefixes; for events, affinity and tests, never for look-up. None if the block
-        is not registered.
+        is not registered, or hangs on one that was forgotten.
         """
-        if not self._registration[block]:
-            return None
-        by_registration = {self._registration[other]: other for other in self._index.values()}
+        origin = {self._registration[other]: self._origin[other] for other in self._index.values()}
         contents: list[bytes] = []
         parent: Parent = self._registration[block]
         while isinstance(parent, int):
-            parent, content = self._origin[by_registration[parent]] or (parent, b"")
+            if (known := origin.get(parent)) is None:
+                return None
+            parent, content = known
             contents.append(content)
         digest = fnv1a_64(repr(parent).encode())
         for content in reversed(contents):

@@ -57,6 +57,7 @@ def test_what_hangs_on_a_forgotten_block_is_out_of_reach_and_ages_out(pool):
     pool.release(table[:1])
     pool.check([])
     assert pool.counts == PoolCounts(0, 2, 4)
+    assert [pool.name(block) for block in table] == [None] * 3
     again = chain(pool, words(1, 2))
     assert pool.match(words(1, 2, 3, 4, 5, 6), SPACE, 3) == again
     assert {pool.take() for _ in range(5)} >= set(table[1:])
