@@ -6,8 +6,6 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
 
 def cpus() -> int:
     """CPUs that this process may use."""
@@ -23,7 +21,7 @@ def describe(threads: int) -> dict[str, str | int | float]:
         "threads": threads,
         "load_before": round(load, 2),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": version("torch"),
         "transformers": version("transformers"),
         "system": platform.platform(),
     }

@@ -125,12 +125,7 @@ class BlockPool:
 
     def take(self) -> int:
         """A block of one's own: a free one, else the least recently released reclaimable one, which is evicted."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._reclaimable.popitem(last=False)
-            self._unregister(block)
-            self.evictions += 1
+        block = self._free.pop() if self._free else self._evict()
         self._references[block] = 1
         return block
 
@@ -207,6 +202,17 @@ class BlockPool:
         assert all(self._index[self._key[b]] == b for b in registered), "the index points elsewhere"
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _evict(self) -> int:
+        block = self._pop_victim()
+        self._unregister(block)
+        self.evictions += 1
+        return block
+
+    def _pop_victim(self) -> int:
+        """The order of eviction, in one place: the least recently released. KeyError when none is reclaimable."""
+        block, _ = self._reclaimable.popitem(last=False)
+        return block
 
     def _enter(self, block: int, key: Any, origin: tuple[Parent, bytes]) -> None:
         assert not self._registration[block], f"block {block} is registered under another parent"
