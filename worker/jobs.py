@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 import structlog
 
-from engine.request import Delta, FinishReason, Request
+from engine.request import Delta, FinishReason, Request, Stats
 from engine.wire import EngineInfo
 from worker import logs
 from worker.active import ActiveJob
@@ -15,11 +15,14 @@ from worker.metrics import Metrics
 from worker.queue import Claimed
 
 BUFFER_TOKENS = 256  # unpublished tokens of a job, while Redis is away, after which it is not stepped any more
+ON_THEIR_WAY = 16  # jobs in the engine that it has not said anything of; beyond, another worker should have them
 BUFFER_LOW = 128  # and how few of them let it go on
 
 
 class Steps(Protocol):
-    """The commands of the bridge; none of them blocks."""
+    """What is used of the bridge: its newest snapshot, and its commands, none of which blocks."""
+
+    stats: Stats
 
     def add(self, request: Request) -> None: ...
     def cancel(self, request_id: str) -> None: ...
@@ -62,10 +65,15 @@ class Jobs:
 
     @property
     def room(self) -> int:
-        """Jobs that the engine could take now: rows that are free, none while something waits to be admitted."""
+        """Jobs that the engine could take now: rows that are free, none while one waits there for memory.
+
+        A few may be on their way into the engine, so that jobs that come during a long step join the next one together.
+        """
+        if self._engine.stats.waiting:
+            return 0
         running = [job for job in self._jobs.values() if job.terminal is None]
-        waits = any(job.in_engine and not job.started for job in running)
-        return 0 if waits else max(0, self._info.max_sequences - len(running))
+        on_their_way = sum(1 for job in running if job.in_engine and not job.started)
+        return max(0, min(self._info.max_sequences - len(running), ON_THEIR_WAY - on_their_way))
 
     @property
     def stepping(self) -> bool:

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from engine.request import Delta, FinishReason, Request
+from engine.request import Delta, FinishReason, Request, Stats
 from gllm.protocol import Done, Error
 from tests.worker.fake_engine import script
 from tests.worker.text_fixtures import byte_level_backend, engine_info, loaded
 from worker.active import ActiveJob
-from worker.jobs import Jobs
+from worker.jobs import ON_THEIR_WAY, Jobs
 from worker.metrics import Metrics
 from worker.queue import Claimed
 from worker.replay import Replay
@@ -23,6 +23,7 @@ class Commands:
     """Writes down what the engine is told."""
 
     def __init__(self) -> None:
+        self.stats = Stats()
         self.said: list[tuple[str, str]] = []
 
     def add(self, request: Request) -> None:
@@ -63,14 +64,25 @@ def begin(jobs: Jobs, job_id: str = "a", **changes: object) -> ActiveJob:
     return job
 
 
-def test_there_is_no_room_while_something_waits_to_be_admitted(jobs: Jobs) -> None:
+def test_room_is_free_rows_and_none_while_the_engine_has_one_waiting(jobs: Jobs, engine: Commands) -> None:
     assert jobs.room == 3
     begin(jobs, "a")
-    assert jobs.room == 0
-    jobs.step([Delta(id="a")])
     assert jobs.room == 2
+    engine.stats = Stats(waiting=1)
+    assert jobs.room == 0
+    engine.stats = Stats(running=1)
     jobs.take(claim("b"))
     assert jobs.room == 1
+
+
+async def test_room_is_bounded_by_what_is_on_its_way_into_the_engine(engine: Commands) -> None:
+    jobs = Jobs("w", engine_info(max_sequences=100), engine, Metrics())
+    for number in range(ON_THEIR_WAY):
+        assert jobs.room == ON_THEIR_WAY - number
+        begin(jobs, str(number))
+    assert jobs.room == 0
+    jobs.step([Delta(id="0"), Delta(id="1")])
+    assert jobs.room == 2
 
 
 def test_id_that_the_engine_still_knows_is_not_claimed_again_until_its_last_word(jobs: Jobs, engine: Commands) -> None:
