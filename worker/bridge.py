@@ -66,6 +66,9 @@ class Bridge:
         self._cancelled: set[str] = set()  # active ones whose end is still to be reported
         self._later: dict[str, list[Command]] = {}  # for those that came back before that report: their next life
         self._in_flight: list[str] = []
+        self._loaded = False
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, config: EngineConfig) -> None:
@@ -79,6 +82,7 @@ class Bridge:
                     self.loading.append(report)
                 case Ready(info):
                     self.info = info
+                    self._loaded = True
                     self.last_step = time.monotonic()
                     return
                 case _:
@@ -123,18 +127,25 @@ class Bridge:
 
     def kill(self) -> None:
         """End the process at once (it hangs); `deltas` then raises EngineDied with the requests of its step."""
-        self._process.kill()
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
 
     async def close(self) -> None:
-        """Stop the process; kill it if it does not end by itself."""
+        """Stop the process, if there is one; kill it if it is still loading or does not end by itself."""
+        if self._process is None:
+            return
         with suppress(OSError):
             self._send(Stop())
+        if not self._loaded:  # it reads no commands before it is
+            self.kill()
         try:
             await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
         except TimeoutError:
-            self._process.kill()
+            self.kill()
             await self._process.wait()
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
         for task in self._tasks:
             await task
 
@@ -145,7 +156,7 @@ class Bridge:
         path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
         # Passive: a spinning thread pool turns a busy neighbour on one core into steps that take ten times as long.
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
+            process = self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",  # never import from the current directory
                 "-m",
@@ -157,18 +168,18 @@ class Bridge:
                 stderr=asyncio.subprocess.STDOUT,
                 env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PYTHONPATH": path},
             )
+        self._tasks.append(asyncio.create_task(self._relay_output(process)))
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._tasks.append(asyncio.create_task(self._relay_output()))
 
-    async def _relay_output(self) -> None:
+    async def _relay_output(self, process: asyncio.subprocess.Process) -> None:
         """What the engine's process prints (warnings, a crash's traceback) goes into our log, line by line."""
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
+        assert process.stdout is not None
+        async for line in process.stdout:
             if text := line.decode(errors="replace").rstrip():
                 _log.warning("engine_output", line=text)
 
     def _send(self, command: Command) -> None:
-        if not self._writer.is_closing():
+        if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode_frame(command))
 
     def _command(self, request_id: str, command: Command) -> None:
@@ -183,6 +194,7 @@ class Bridge:
             header = await self._reader.readexactly(HEADER_BYTES)
             body = await self._reader.readexactly(int.from_bytes(header, "big"))
         except (asyncio.IncompleteReadError, ConnectionError):
+            assert self._process is not None
             status = await self._process.wait()
             raise EngineDied(f"the engine's process ended with status {status}", self._blamed()) from None
         report = report_decoder.decode(body)
