@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.model import Inputs
-from engine.scheduler import Entry, Plan
+from engine.plan import Entry, Plan
 from kernels import AttentionBatch, Heads
 
 
@@ -23,6 +23,8 @@ class Batch:
     last_tokens: Tensor  # rows of the step's tokens whose logits are needed
     new_positions: Tensor  # positions of the tokens to be sampled
     scoring: list[int]  # entries whose prompt_logprobs are asked for
+    silent: list[int]  # entries that do not sample
+    silent_ends: Tensor  # their last rows of the step's tokens
 
 
 def build_batch(plan: Plan, tables: Tensor, last_token: Tensor, block_size: int, heads: Heads) -> Batch:
@@ -44,6 +46,7 @@ def build_batch(plan: Plan, tables: Tensor, last_token: Tensor, block_size: int,
         attention=AttentionBatch(counts, [e.start + e.count for e in entries], tables[rows], block_size, heads),
     )
     sampling = [slot for slot, entry in enumerate(entries) if entry.samples]
+    silent = [slot for slot, entry in enumerate(entries) if not entry.samples]
     return Batch(
         plan=plan,
         inputs=inputs,
@@ -55,6 +58,8 @@ def build_batch(plan: Plan, tables: Tensor, last_token: Tensor, block_size: int,
             [entries[slot].start + entries[slot].count for slot in sampling], dtype=torch.int64, device=device
         ),
         scoring=[order[slot] for slot, entry in enumerate(entries) if _scores(entry)],
+        silent=[order[slot] for slot in silent],
+        silent_ends=torch.tensor([firsts[slot + 1] - 1 for slot in silent], dtype=torch.int64, device=device),
     )
 
 

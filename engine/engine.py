@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 from engine.blocks import BlockPool, Namespace, UncachedPool
 from engine.config import STEP_TOKENS, EngineConfig
+from engine.plan import Plan
 from engine.request import Delta, Request, Stats
 from engine.runner import Handle, Runner
-from engine.scheduler import Plan, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.validate import validate_config, validate_request
 from engine.wire import EngineInfo

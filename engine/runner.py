@@ -12,9 +12,9 @@ from engine.errors import DeviceError
 from engine.memory import kv_blocks
 from engine.model import Decoder, Inputs
 from engine.modelconfig import ModelConfig
+from engine.plan import Plan, Sampled
 from engine.request import TokenLogprob
 from engine.sampler import Drawn, Sampler, token_logprobs
-from engine.scheduler import Plan, Sampled
 from engine.weights import Loader, open_checkpoint
 from kernels import AttentionBatch, Heads, select
 
@@ -30,6 +30,7 @@ class Handle:
     plan: Plan
     batch: Batch
     drawn: Drawn | None
+    silent_broken: Tensor  # of entries that do not sample: whether their last hidden state is not finite
     prompt_logprobs: dict[int, list[TokenLogprob]]
     broken_prompts: set[int]
 
@@ -97,7 +98,9 @@ class Runner:
         batch = build_batch(plan, self._tables, self._last_token, self.block_size, self._heads)
         hidden = self.model.forward(batch.inputs, self.cache)
         drawn = self._draw(hidden, batch) if batch.sampling else None
-        handle = Handle(plan, batch, drawn, {}, set())
+        # Attention carries a NaN to every later position, so an entry's last one shows whether its KV can be trusted.
+        silent_broken = ~torch.isfinite(hidden[batch.silent_ends]).all(-1)
+        handle = Handle(plan, batch, drawn, silent_broken, {}, set())
         for index in batch.scoring:
             self._score_prompt(hidden, handle, index)
         return handle
@@ -111,6 +114,8 @@ class Runner:
             for slot, index in enumerate(handle.batch.sampling):
                 sampled.tokens[index], sampled.broken[index] = ids[slot], broken[slot]
                 sampled.logprobs[index] = handle.drawn.logprobs[slot]
+        for index, broken in zip(handle.batch.silent, handle.silent_broken.tolist(), strict=True):
+            sampled.broken[index] = broken
         for index, rows in handle.prompt_logprobs.items():
             sampled.prompt_logprobs[index] = rows
             sampled.broken[index] |= index in handle.broken_prompts

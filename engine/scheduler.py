@@ -7,61 +7,11 @@ are all "the next `count` positions of this sequence".
 from collections import deque
 from collections.abc import Iterator
 
-from msgspec import Struct, field
-
 from engine.blocks import BlockPool
+from engine.counters import Counters
+from engine.plan import Entry, Plan, Sampled
 from engine.request import Delta, FinishReason, TokenLogprob
 from engine.sequence import Sequence
-
-
-class Entry(Struct, frozen=True):
-    """A sequence's part of a step: positions `start` … `start + count` - 1, from its row on the device.
-
-    `samples`: the last of them yields a token. `fed`: its one input token was sampled in this row and is on the device.
-    """
-
-    sequence: Sequence
-    admission: int
-    row: int
-    start: int
-    count: int
-    samples: bool
-    fed: bool
-
-
-class Plan(Struct):
-    """One step: its entries, and what changed in the device's rows since the plan before (differences only)."""
-
-    entries: list[Entry] = field(default_factory=list[Entry])
-    opened: list[Sequence] = field(default_factory=list[Sequence])  # rows to set up
-    # (row, index, block): table entries to write
-    blocks: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
-
-    @property
-    def tokens(self) -> int:
-        return sum(entry.count for entry in self.entries)
-
-
-class Sampled(Struct):
-    """What a step brought, entry by entry of its plan; None where an entry does not sample."""
-
-    tokens: list[int | None]
-    broken: list[bool]  # the logits were not finite
-    logprobs: list[TokenLogprob | None]
-    prompt_logprobs: list[list[TokenLogprob] | None]
-
-
-class Counters(Struct):
-    """Totals since the engine's start. Only ever added to."""
-
-    prefix_hit_tokens: int = 0
-    prefix_prompt_tokens: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-    preempted_tokens: int = 0
-    recomputed_tokens: int = 0
-    resumed_tokens: int = 0
 
 
 class Scheduler:
@@ -70,9 +20,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, *, max_sequences: int, max_step_tokens: int) -> None:
         self.pool = pool
         self.max_step_tokens = max_step_tokens
-        self.watermark = (
-            pool.size // 100
-        )  # room for running ones to grow, so that an admission does not preempt at once
+        self.watermark = pool.size // 100  # room for what runs to grow, so that an admission does not preempt at once
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.counters = Counters()
@@ -177,8 +125,7 @@ class Scheduler:
         """Back to the head of the queue; registered blocks stay reclaimable, so that its return is cheap."""
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
-        self.counters.preemptions += 1
-        self.counters.preempted_tokens += sequence.kv
+        self.counters.preempted(sequence)
         sequence.preemptions += 1
         plan.blocks[:] = [update for update in plan.blocks if update[0] != sequence.row]
         self._leave_row(sequence)
@@ -219,20 +166,10 @@ class Scheduler:
         sequence.cached = sequence.computed = sequence.kv = len(matched) * self.pool.block_size
         sequence.registered = len(matched)
         sequence.admissions += 1
-        self._count_admission(sequence)
+        self.counters.admitted(sequence)
         self.running.append(sequence)
         plan.opened.append(sequence)
         plan.blocks.extend((sequence.row, index, block) for index, block in enumerate(sequence.table))
-
-    def _count_admission(self, sequence: Sequence) -> None:
-        """Hits are counted once, at the first admission; resumes and recomputes never inflate the hit rate."""
-        if sequence.cached_first is not None:
-            return
-        sequence.cached_first = min(sequence.cached, sequence.prompt_length)
-        sequence.done = sequence.cached
-        if not sequence.request.output:
-            self.counters.prefix_hit_tokens += sequence.cached
-            self.counters.prefix_prompt_tokens += sequence.prompt_length
 
     # -- committing -----------------------------------------------------------------------------------------------
 
@@ -269,10 +206,10 @@ class Scheduler:
         if sampled.broken[index]:
             message = "the model's logits are not finite (NaN or infinity)"
             return self._finish(sequence, FinishReason.ERROR, error=message)
-        self._count_computed(sequence, entry)
+        self.counters.computed(sequence, entry)
         if entry.admission == sequence.admissions and sequence.row == entry.row:
             self._publish(sequence, entry)
-        prompt_logprobs = self._collect_prompt_logprobs(sequence, entry, sampled.prompt_logprobs[index])
+        prompt_logprobs = sequence.gather_prompt_logprobs(entry.start, sampled.prompt_logprobs[index])
         token = sampled.tokens[index]
         if token is None:
             return self._continue_prefill(sequence, entry, prompt_logprobs)
@@ -288,29 +225,6 @@ class Scheduler:
         sequence.registered = full
         self._swaps.extend((sequence.row, index, block) for index, block in swaps)
 
-    def _count_computed(self, sequence: Sequence, entry: Entry) -> None:
-        """A position that came with the request counts once as new; any that is run again counts as recomputed."""
-        end, brought = entry.start + entry.count, sequence.prompt_length + len(sequence.request.output)
-        fresh = max(0, min(end, brought) - max(entry.start, sequence.done))
-        if sequence.request.output:
-            self.counters.resumed_tokens += fresh
-        else:
-            self.counters.prompt_tokens += fresh
-        self.counters.recomputed_tokens += max(0, min(end, sequence.done) - entry.start)
-        sequence.done = max(sequence.done, end)
-
-    def _collect_prompt_logprobs(
-        self, sequence: Sequence, entry: Entry, rows: list[TokenLogprob] | None
-    ) -> list[TokenLogprob | None] | None:
-        """Gather them chunk by chunk; the whole list is returned once, with the last prompt position's step."""
-        if rows is None or len(sequence.prompt_logprobs) >= sequence.prompt_length:
-            return None
-        if not sequence.prompt_logprobs:
-            sequence.prompt_logprobs.append(None)
-        skip = len(sequence.prompt_logprobs) - 1 - entry.start  # positions already gathered before a preemption
-        sequence.prompt_logprobs.extend(rows[max(0, skip) :])
-        return sequence.prompt_logprobs if len(sequence.prompt_logprobs) >= sequence.prompt_length else None
-
     def _continue_prefill(
         self, sequence: Sequence, entry: Entry, prompt_logprobs: list[TokenLogprob | None] | None
     ) -> Delta | None:
@@ -319,7 +233,7 @@ class Scheduler:
         first_step = sequence.admissions == 1 and entry.start == sequence.cached
         if not first_step and prompt_logprobs is None:
             return None
-        return Delta(id=sequence.id, prompt_logprobs=prompt_logprobs, usage=sequence.usage())
+        return sequence.delta(prompt_logprobs=prompt_logprobs)
 
     def _append(
         self,
@@ -334,13 +248,7 @@ class Scheduler:
         reason = self._ending(sequence, token)
         if reason is not None:
             return self._finish(sequence, reason, [token], logprobs, prompt_logprobs)
-        return Delta(
-            id=sequence.id,
-            tokens=[token],
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            usage=sequence.usage(),
-        )
+        return sequence.delta([token], logprobs, prompt_logprobs)
 
     def _ending(self, sequence: Sequence, token: int) -> FinishReason | None:
         if token in sequence.end_ids and sequence.output_length > sequence.request.sampling.min_tokens:
@@ -365,15 +273,7 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         self._retire()
-        return Delta(
-            id=sequence.id,
-            tokens=tokens or [],
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=reason,
-            usage=sequence.usage(),
-            error=error,
-        )
+        return sequence.delta(tokens, logprobs, prompt_logprobs, error)
 
     def _retire(self) -> None:
         """Give back what ended, once no launched step may still write its blocks."""

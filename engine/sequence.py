@@ -11,7 +11,7 @@ from array import array
 from hashlib import blake2b
 
 from engine.blocks import Namespace
-from engine.request import GREEDY_BELOW, FinishReason, Request, TokenLogprob, Usage
+from engine.request import GREEDY_BELOW, Delta, FinishReason, Request, TokenLogprob, Usage
 
 
 def default_seed(engine_seed: int, request_id: str) -> int:
@@ -119,6 +119,34 @@ class Sequence:
             completion_tokens=self.output_length,
             preemptions=self.preemptions,
         )
+
+    def delta(
+        self,
+        tokens: list[int] | None = None,
+        logprobs: list[TokenLogprob] | None = None,
+        prompt_logprobs: list[TokenLogprob | None] | None = None,
+        error: str | None = None,
+    ) -> Delta:
+        """News of this request, with its end if it has ended."""
+        return Delta(
+            id=self.id,
+            tokens=tokens or [],
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=self.finish_reason,
+            usage=self.usage(),
+            error=error,
+        )
+
+    def gather_prompt_logprobs(self, start: int, rows: list[TokenLogprob] | None) -> list[TokenLogprob | None] | None:
+        """Add those of the tokens after position `start`. The whole list, once, when the last one is there."""
+        if rows is None or len(self.prompt_logprobs) >= self.prompt_length:
+            return None
+        if not self.prompt_logprobs:
+            self.prompt_logprobs.append(None)
+        skip = len(self.prompt_logprobs) - 1 - start  # positions already gathered before a preemption
+        self.prompt_logprobs.extend(rows[max(0, skip) :])
+        return self.prompt_logprobs if len(self.prompt_logprobs) >= self.prompt_length else None
 
     def leave_row(self) -> None:
         """Forget everything that belonged to the current admission (its blocks are given back by the scheduler)."""

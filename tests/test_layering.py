@@ -24,7 +24,8 @@ THIRD_PARTY_AT_IMPORT = {
     "engine": {"torch", "safetensors", "msgspec", "gguf", "numpy"},  # gguf and numpy: only where a GGUF file is read
 }
 TORCH_FREE = (
-    "config", "errors", "request", "wire", "sequence", "blocks", "scheduler", "validate", "modelconfig", "gguf_head",
+    "config", "errors", "request", "wire", "sequence", "blocks", "plan", "counters", "scheduler", "validate",
+    "modelconfig", "gguf_head",
 )  # fmt: skip
 SEEN_BY_WORKER = {"engine.config", "engine.errors", "engine.gguf_head", "engine.request", "engine.wire"}
 NEVER = {"engine": {"redis", "asyncio"}, "kernels": {"redis", "asyncio"}, "worker": {"torch"}, "gllm": {"torch"}}

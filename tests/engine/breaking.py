@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from engine import Engine, SamplingParams
-from engine.scheduler import Plan
+from engine.plan import Plan
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from zlib import crc32
 from msgspec import Struct, field
 
 from engine.blocks import BlockPool, UncachedPool
+from engine.plan import Entry, Plan, Sampled
 from engine.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
-from engine.scheduler import Entry, Plan, Sampled, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.validate import validate_request
 from engine.wire import EngineInfo

@@ -119,7 +119,6 @@ def test_nan_that_went_into_kv_is_never_found_again(make_engine, truth, at, budg
     assert again.tokens == truth(prompt, 4)
 
 
-@pytest.mark.xfail(strict=True, reason="the runner looks only at rows that sample or score; see the scheduler's forget")
 @pytest.mark.parametrize("how", ["prompt only", "cancelled"])
 def test_nan_is_never_found_again_when_no_row_was_sampled(make_engine, truth, how):
     """A prompt that is only run, or cancelled before its last chunk: its blocks are matched by whoever comes next."""

@@ -7,8 +7,8 @@ from pathlib import Path
 import gguf
 import pytest
 
-from tests.worker import text_fixtures as fixtures
 from engine.gguf_head import read_metadata
+from tests.worker import text_fixtures as fixtures
 from worker.models import ModelError, resolve_model
 from worker.tokenizer import load_tokenizer
 
