@@ -12,8 +12,9 @@ from msgspec import Struct
 
 from benchmarks.trace import Job
 from engine.blocks import BlockPool, Namespace
+from engine.plan import Plan, Sampled
 from engine.request import Request, SamplingParams
-from engine.scheduler import Plan, Sampled, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 
 SPACE: Namespace = (("model", "replay"),)
