@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from engine import Engine, EngineConfig
 from tests.engine import models
 from tests.engine.checkpoint_files import copy_checkpoint
+from tests.engine.driving import poison
 
 Checkpoints = Callable[..., tuple[Path, PreTrainedModel]]
 
@@ -35,7 +36,10 @@ def llama(checkpoints: Checkpoints, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_engine(checkpoints: Checkpoints) -> Callable[..., Engine]:
-    """make_engine(kind=..., **EngineConfig): an engine on a tiny checkpoint, in float32 unless told otherwise."""
+    """make_engine(kind=..., **EngineConfig): an engine on a tiny checkpoint, in float32 unless told otherwise.
+
+    Its whole KV memory is NaN, so that whatever is read before it was written shows in every test.
+    """
 
     def make(kind: str = "llama", model: str | None = None, **settings: Any) -> Engine:
         path = model or str(checkpoints(kind)[0])
@@ -46,6 +50,8 @@ def make_engine(checkpoints: Checkpoints) -> Callable[..., Engine]:
             "kv_blocks": 256,
             "threads": 1,
         }
-        return Engine(EngineConfig(model=path, **defaults | settings))
+        engine = Engine(EngineConfig(model=path, **defaults | settings))
+        poison(engine)
+        return engine
 
     return make
