@@ -3,6 +3,7 @@
 import random
 import time
 from pathlib import Path
+from typing import Literal
 
 from msgspec import Struct
 
@@ -33,12 +34,15 @@ class Run(Struct, frozen=True):
 
 
 class Ours:
-    """gllm's engine with its default settings, but for the size of the pool and the cache."""
+    """gllm's engine with its default settings, but for the size of the pool, the cache and what else is named."""
 
-    def __init__(self, model: Path, *, prefix_cache: bool, kv_blocks: int, threads: int) -> None:
+    def __init__(
+        self, model: Path, *, prefix_cache: bool, kv_blocks: int, threads: int,
+        deterministic: Literal["auto"] | bool = "auto",
+    ) -> None:  # fmt: skip
         config = EngineConfig(
             model=str(model), device="cpu", dtype="bfloat16", block_size=BLOCK_SIZE, kv_blocks=kv_blocks,
-            max_sequences=16, prefix_cache=prefix_cache, threads=threads,
+            max_sequences=16, prefix_cache=prefix_cache, threads=threads, deterministic=deterministic,
         )  # fmt: skip
         self.engine = Engine(config)
         self._runs = 0
