@@ -35,6 +35,9 @@ from engine.wire import (
 )
 
 ROOT = str(Path(__file__).resolve().parent.parent)  # where our packages are, also when they are not installed
+# Threads that wait for the next product spin for some 20 us, then sleep: spinning longer turns a busy neighbour on one
+# core into steps of ten times the length, not spinning at all doubles them on an idle machine. Huge pages where there are.
+ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "THP_MEM_ALLOC_ENABLE": "1"}
 STOP_SECONDS = 5.0  # a step may still be running when the child is told to stop
 _log = structlog.get_logger("gllm")
 
@@ -154,7 +157,6 @@ class Bridge:
     async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-        # Passive: a spinning thread pool turns a busy neighbour on one core into steps that take ten times as long.
         with theirs:
             process = self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -166,7 +168,7 @@ class Bridge:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PYTHONPATH": path},
+                env=ENVIRONMENT | os.environ | {"PYTHONPATH": path},
             )
         self._tasks.append(asyncio.create_task(self._relay_output(process)))
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
