@@ -36,7 +36,7 @@ from engine.wire import (
 
 ROOT = str(Path(__file__).resolve().parent.parent)  # where our packages are, also when they are not installed
 # Threads that wait for the next product spin for some 20 us, then sleep: spinning longer turns a busy neighbour on one
-# core into steps of ten times the length, not spinning at all doubles them on an idle machine. Huge pages where there are.
+# core into steps of ten times the length, not spinning doubles them on an idle one. And huge pages.
 ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "THP_MEM_ALLOC_ENABLE": "1"}
 STOP_SECONDS = 5.0  # a step may still be running when the child is told to stop
 _log = structlog.get_logger("gllm")
