@@ -29,6 +29,7 @@ from engine.modelconfig import load_config
 from worker.models import resolve_model
 
 MEGABYTE = 1_000_000
+BUSY_LOAD = 0.5  # processes that wait for a processor, over the last minute
 
 
 class Sizes(Struct, frozen=True, kw_only=True):
@@ -183,6 +184,11 @@ def main() -> None:
     options = parser.parse_args()
     sizes = Sizes(new=8, prefill=128, shared=96, shared_new=4, batches=(1, 4)) if options.quick else Sizes()
     where = environment.describe(options.threads)
+    if float(where["load_before"]) > BUSY_LOAD:
+        print(
+            f"something else is running (load {where['load_before']}): the numbers will be worth little",
+            file=sys.stderr,
+        )
     with tempfile.TemporaryDirectory() as scratch:
         model = huggingface_directory(resolve_model(options.model), Path(scratch))
         used = memory.measure(model, sizes.kv_blocks, options.threads)

@@ -19,6 +19,7 @@ def describe(threads: int) -> dict[str, str | int | float]:
         "cpu": _cpu_name(),
         "cpus": cpus(),
         "threads": threads,
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "load_before": round(load, 2),
         "python": platform.python_version(),
         "torch": version("torch"),
