@@ -15,8 +15,8 @@ from worker.metrics import Metrics
 from worker.queue import Claimed
 
 BUFFER_TOKENS = 256  # unpublished tokens of a job, while Redis is away, after which it is not stepped any more
-ON_THEIR_WAY = 16  # jobs in the engine that it has not said anything of; beyond, another worker should have them
 BUFFER_LOW = 128  # and how few of them let it go on
+ON_THEIR_WAY = 16  # jobs in the engine that it has not said anything of; beyond, another worker should have them
 
 
 class Steps(Protocol):
@@ -36,7 +36,7 @@ class Jobs:
     def __init__(self, worker: str, info: EngineInfo, engine: Steps, metrics: Metrics) -> None:
         self.changed: Callable[[ActiveJob], None] = lambda job: None  # set to the publisher's
         self.forget: Callable[[ActiveJob], None] = lambda job: None
-        self.on_room: Callable[[], None] = lambda: None  # a job has been admitted or has ended
+        self.on_room: Callable[[], None] = lambda: None  # `room` may have grown
         self.on_acquitted: Callable[[], None] = lambda: None  # a suspect has made a token, or is gone
         self._worker = worker
         self._info = info
@@ -120,6 +120,8 @@ class Jobs:
             job = self._jobs.get(delta.id)
             if job is not None and job.terminal is None and job.reply is not None:
                 self._apply(job, delta)
+        if not self._engine.stats.waiting:
+            self.on_room()  # the one that waited may have been preempted: its return is no admission
 
     def _apply(self, job: ActiveJob, delta: Delta) -> None:
         if delta.finish_reason is FinishReason.ERROR:
@@ -182,7 +184,7 @@ class Jobs:
         """End the job with an error, unless it has ended. `in_engine` as in `end`."""
         if self.owns(job):
             job.failed(code, message, retryable=retryable)
-            self._log_job(job, logs.JOB_REJECTED, code=code, message=message)
+            self._log_job(job, logs.JOB_REJECTED, code=code, message=logs.without_value(message))
             self._leave_engine(job, cancel=in_engine)
             self.changed(job)
 
@@ -292,10 +294,5 @@ class Jobs:
 
 
 def _reason(reason: FinishReason) -> Literal["stop", "length", "cancelled"]:
-    match reason:
-        case FinishReason.STOP:
-            return "stop"
-        case FinishReason.LENGTH:
-            return "length"
-        case _:
-            return "cancelled"
+    assert reason is not FinishReason.ERROR
+    return reason.value

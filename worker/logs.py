@@ -6,6 +6,7 @@ program can rely on these names.
 """
 
 import logging
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -60,6 +61,7 @@ CRASHED = "crashed"
 LOG_FAILED = "log_failed"
 
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+_VALUE = re.compile(r"(, got | \(got ).*", re.DOTALL)  # how a refusal says what it was given
 _UNENCODABLE = (TypeError, ValueError, RecursionError)  # keys of odd types, lone surrogates, cycles
 
 Shared = list[structlog.typing.Processor]
@@ -93,6 +95,11 @@ class SafeHandler(logging.StreamHandler[Any]):
             self.stream.write(to_json(problem) + self.terminator)
         except (OSError, ValueError):
             return  # stderr is gone: there is nowhere left to say it
+
+
+def without_value(message: str) -> str:
+    """A refusal's field and reason. The value is for the client only: it may be the beginning of a prompt."""
+    return _VALUE.sub("", message)
 
 
 def to_json(line: Mapping[str, Any]) -> str:

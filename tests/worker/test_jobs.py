@@ -3,9 +3,11 @@
 import asyncio
 
 import pytest
+import structlog
 
 from engine.request import Delta, FinishReason, Request, Stats
-from gllm.protocol import Done, Error
+from gllm.protocol import Done, Error, InvalidJob
+from gllm.validate import decode_job
 from tests.worker.fake_engine import script
 from tests.worker.text_fixtures import byte_level_backend, engine_info, loaded
 from worker.active import ActiveJob
@@ -83,6 +85,21 @@ async def test_room_is_bounded_by_what_is_on_its_way_into_the_engine(engine: Com
     assert jobs.room == 0
     jobs.step([Delta(id="0"), Delta(id="1")])
     assert jobs.room == 2
+
+
+async def test_room_is_announced_once_a_preempted_job_is_back_in_its_row(jobs: Jobs, engine: Commands) -> None:
+    """It is not admitted for the first time, so nothing else would wake the claims before some job ends."""
+    begin(jobs)
+    jobs.step([Delta(id="a")])
+    announced: list[int] = []
+    jobs.on_room = lambda: announced.append(jobs.room)
+
+    engine.stats = Stats(running=0, waiting=1)
+    jobs.step([])
+    assert announced == []
+    engine.stats = Stats(running=1)
+    jobs.step([Delta(id="a", tokens=script(PROMPT, 1))])
+    assert announced == [2]
 
 
 def test_id_that_the_engine_still_knows_is_not_claimed_again_until_its_last_word(jobs: Jobs, engine: Commands) -> None:
@@ -164,6 +181,20 @@ def test_answer_about_an_earlier_claim_is_not_taken_for_this_one(jobs: Jobs) -> 
     jobs.renewed(old, "FENCED")
 
     assert len(jobs) == 1
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "a secret', b'{"prompt": ["a secret"]}', b'{"prompts": "a secret"}'])
+async def test_refusal_tells_the_client_the_value_and_the_log_only_the_field(jobs: Jobs, body: bytes) -> None:
+    job = jobs.take(claim())
+    with pytest.raises(InvalidJob) as refused:
+        decode_job(body)
+    with structlog.testing.capture_logs() as lines:
+        jobs.fail(job, "invalid", str(refused.value))
+
+    assert isinstance(job.terminal, Error)
+    assert "secret" in job.terminal.message
+    assert "secret" not in str(lines)
+    assert lines[-1]["message"].partition(":")[0] in ("body", "prompt", "prompts")
 
 
 async def test_waiting_for_the_last_job_ends_when_it_is_gone(jobs: Jobs) -> None:
