@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 
 from engine.blocks import BlockPool, Namespace, UncachedPool
 from engine.config import STEP_TOKENS, EngineConfig
@@ -158,8 +159,9 @@ class Engine:
         self.pool.clear()
         self.scheduler.forget_registrations()
 
-    @property
+    @cached_property
     def info(self) -> EngineInfo:
+        """What this engine is; none of it changes."""
         runner = self.runner
         return EngineInfo(
             model=self.config.model,

@@ -50,7 +50,7 @@ class Runner:
             loader = Loader(source, self.dtype, self.device)
             self.model = Decoder(self.model_config, loader, self._backend, self.max_model_len)
             loader.close()
-        self.block_size = config.block_size
+        self.block_size, self._seed = config.block_size, config.seed
         self.max_sequences = config.max_sequences
         self.kv_blocks = kv_blocks(config, self.model_config, self.dtype, self.device, self.max_model_len)
         self._make_rows()
@@ -73,12 +73,9 @@ class Runner:
     @property
     def numerics(self) -> str:
         """A digest of everything that decides the bits of a result. Equal numerics and deterministic: equal tokens."""
-        capability = (
-            torch.backends.cpu.get_cpu_capability() if self.device.type == "cpu" else torch.cuda.get_device_name()
-        )
         facts = (
-            KERNEL_VERSION, self.fingerprint, str(self.dtype), self.device.type, capability, torch.__version__,
-            torch.get_num_threads(), self.block_size, self.deterministic,
+            KERNEL_VERSION, self.fingerprint, str(self.dtype), self.device.type, processor(self.device),
+            torch.__version__, torch.get_num_threads(), self.block_size, self.deterministic, self._seed,
         )  # fmt: skip
         return blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
@@ -162,6 +159,19 @@ def choose_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise DeviceError(f"device: {name!r} was asked for, but torch {torch.__version__} sees no CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def processor(device: torch.device) -> str:
+    """What of a processor decides which code the libraries run on it, and in which order it adds up.
+
+    Its level of vector instructions is not enough: with one level but other bfloat16 units, caches or another maker the
+    libraries choose other kernels.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    details = getattr(torch.cpu, "get_capabilities", dict[str, object])()  # older versions of torch do not tell
+    decisive = sorted((name, value) for name, value in details.items() if not name.startswith("num_"))
+    return repr((torch.backends.cpu.get_cpu_capability(), decisive))
 
 
 def model_limit(config: ModelConfig, asked: int | None) -> int:

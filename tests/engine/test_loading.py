@@ -276,3 +276,14 @@ def test_other_weights_have_another_fingerprint(llama, make_engine):
     norm = load_file(llama / WEIGHTS)[NORM]
     change_tensors(llama, **{NORM: norm * 1.0000002})
     assert make_engine(model=str(llama)).info.numerics != first
+
+
+def test_workers_that_draw_other_noise_or_run_on_another_processor_have_other_numerics(llama, make_engine, monkeypatch):
+    """Else a resume would say `exact` of a text that is not the one that the dead worker would have written."""
+    first = make_engine(model=str(llama)).info.numerics
+    assert make_engine(model=str(llama), seed=1).info.numerics != first
+    here = torch.cpu.get_capabilities()
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: here | {"num_logical_cores": 96})
+    assert make_engine(model=str(llama)).info.numerics == first
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: here | {"amx_bf16": not here.get("amx_bf16")})
+    assert make_engine(model=str(llama)).info.numerics != first
