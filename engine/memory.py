@@ -22,8 +22,6 @@ def kv_blocks(
 ) -> int:
     """Usable blocks of the pool. Raises DeviceError naming the numbers when not even one block fits."""
     if config.kv_blocks is not None:
-        if config.kv_blocks < 1:
-            raise DeviceError(f"kv_blocks: at least 1 expected, got {config.kv_blocks}")
         return config.kv_blocks
     size = block_bytes(model, config.block_size, dtype)
     budget = config.kv_memory if config.kv_memory is not None else free_budget(device)

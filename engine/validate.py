@@ -1,10 +1,13 @@
 """What can be known to be wrong with a configuration or a request before any work is done. No torch."""
 
 import math
+from typing import get_args
 
-from engine.config import EngineConfig
+from engine.config import Device, Dtype, EngineConfig
 from engine.request import MAX_LOGPROBS, MAX_SEED, Request, SamplingParams
 from engine.wire import EngineInfo
+
+SWITCHES = ("deterministic", "overlap")  # settings of an engine that are auto, on or off
 
 
 class TooLargeError(ValueError):
@@ -12,17 +15,16 @@ class TooLargeError(ValueError):
 
 
 def validate_config(config: EngineConfig) -> None:
-    """Raises ValueError naming field and value."""
-    for name in ("block_size", "max_sequences", "max_step_tokens"):
-        value = getattr(config, name)
-        if value is None and name == "max_step_tokens":
-            continue
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: at least 1 expected, got {value!r}")
-    if config.deterministic not in ("auto", True, False):
-        raise ValueError(f"deterministic: 'auto', True or False expected, got {config.deterministic!r}")
-    if not 0 <= config.seed <= MAX_SEED:
-        raise ValueError(f"seed: 0 to 2**64 - 1 expected, got {config.seed}")
+    """Raises ValueError naming field and value. What depends on the model (max_model_len) is checked with it."""
+    for name in ("block_size", "max_sequences"):
+        _check_whole(name, getattr(config, name), 1, None, optional=False)
+    for name in ("max_step_tokens", "kv_blocks", "kv_memory", "threads"):
+        _check_whole(name, getattr(config, name), 1, None)
+    _check_whole("seed", config.seed, 0, MAX_SEED, optional=False)
+    choices = {"device": get_args(Device), "dtype": get_args(Dtype), **dict.fromkeys(SWITCHES, ("auto", True, False))}
+    for name, values in choices.items():
+        if getattr(config, name) not in values:
+            raise ValueError(f"{name}: one of {', '.join(map(str, values))} expected, got {getattr(config, name)!r}")
 
 
 def validate_request(request: Request, info: EngineInfo) -> int:
@@ -92,8 +94,8 @@ def _check_whole(name: str, value: int | None, low: int, high: int | None, *, op
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-        until = "up" if high is None else f"{high}"
-        raise ValueError(f"{name}: a whole number from {low} to {until} expected, got {value!r}")
+        allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name}: a whole number {allowed} expected, got {value!r}")
 
 
 def _check_range(

@@ -131,10 +131,12 @@ def test_the_model_limit_caps_a_larger_max_tokens():
     [
         *(
             (name, value)
-            for name in ("block_size", "max_sequences", "max_step_tokens")
+            for name in ("block_size", "max_sequences", "max_step_tokens", "kv_blocks", "kv_memory", "threads")
             for value in (0, -1, 1.5, "4", False)
         ),
-        *(("deterministic", value) for value in ("on", "", None, 2)),
+        *((name, value) for name in ("deterministic", "overlap") for value in ("on", "", None, 2)),
+        *(("device", value) for value in ("gpu", "", None)),
+        *(("dtype", value) for value in ("float8", "torch.bfloat16", None)),
         *(("seed", value) for value in (-1, 2**64)),
     ],
 )
@@ -147,14 +149,14 @@ def test_a_bad_setting_is_refused_by_name_and_value(field, value):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"kv_blocks": 0}, "kv_blocks: at least 1 expected, got 0"),
-        ({"kv_blocks": -1}, "kv_blocks: at least 1 expected, got -1"),
+        ({"kv_blocks": 0}, "kv_blocks: a whole number of at least 1 expected, got 0"),
+        ({"kv_blocks": -1}, "kv_blocks: a whole number of at least 1 expected, got -1"),
         ({"kv_blocks": None, "kv_memory": 10}, "kv_memory: 10 bytes"),
-        ({"kv_blocks": None, "kv_memory": 0}, "kv_memory: 0 bytes"),
+        ({"kv_blocks": None, "kv_memory": 0}, "kv_memory: a whole number of at least 1 expected, got 0"),
         ({"max_model_len": 0}, "max_model_len: 1 to 512 (the model's limit) expected, got 0"),
         ({"max_model_len": 513}, "max_model_len: 1 to 512 (the model's limit) expected, got 513"),
         ({"device": "cuda"}, "device: 'cuda'"),
-        ({"max_sequences": 0}, "max_sequences: at least 1 expected, got 0"),
+        ({"max_sequences": 0}, "max_sequences: a whole number of at least 1 expected, got 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_start(make_engine, settings, said):
