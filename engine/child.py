@@ -117,8 +117,8 @@ class Child:
         idle = True
         while not self._stopping:
             self._obey(self._channel.receive(IDLE_SECONDS if idle else 0.0))
-            idle = not self._step()
-            if idle:
+            was_idle, idle = idle, not self._step()
+            if idle and not was_idle:
                 self._announce([])
                 self._check()
 
@@ -168,7 +168,7 @@ class Child:
             self._channel.send(Launching(ids))
 
     def _check(self) -> None:
-        """The books, looked at when idle; a running worker only reports."""
+        """The books, looked at once the last request has ended; a running worker only reports."""
         try:
             self._engine.check()
         except AssertionError as error:

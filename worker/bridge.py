@@ -33,6 +33,7 @@ from engine.wire import (
     encode_frame,
     report_decoder,
 )
+from worker import logs
 
 ROOT = str(Path(__file__).resolve().parent.parent)  # where our packages are, also when they are not installed
 # Threads that wait for the next product spin for some 20 us, then sleep: spinning longer turns a busy neighbour on one
@@ -176,9 +177,14 @@ class Bridge:
     async def _relay_output(self, process: asyncio.subprocess.Process) -> None:
         """What the engine's process prints (warnings, a crash's traceback) goes into our log, line by line."""
         assert process.stdout is not None
-        async for line in process.stdout:
+        line = None
+        while line != b"":
+            try:
+                line = await process.stdout.readline()
+            except ValueError:  # beyond the reader's limit; it has dropped it, and would block the engine if we stopped
+                line = b"(a line too long to show)"
             if text := line.decode(errors="replace").rstrip():
-                _log.warning("engine_output", line=text)
+                _log.warning(logs.ENGINE_OUTPUT, line=text)
 
     def _send(self, command: Command) -> None:
         if self._writer is not None and not self._writer.is_closing():

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import structlog
 
 from engine import EngineConfig, SamplingParams
 from tests.engine.driving import request
 from tests.engine.talking import Talk, breakable_child
-from worker.bridge import ROOT, EngineRefused
+from worker.bridge import ROOT, Bridge, EngineRefused
 
 PROMPT = list(range(20, 33))
 LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
@@ -122,3 +124,13 @@ def test_children_die_with_their_parent_within_a_second(config, tmp_path):
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         assert not left
+
+
+async def test_a_line_without_end_does_not_stop_the_relay_of_what_the_child_prints():
+    """Unread output would fill the pipe, and the engine would wait in its next print for ever."""
+    output = asyncio.StreamReader(limit=64)
+    output.feed_data(b"x" * 200 + b"\n" + b"next\n")
+    output.feed_eof()
+    with structlog.testing.capture_logs() as lines:
+        await Bridge()._relay_output(SimpleNamespace(stdout=output))
+    assert [line["line"] for line in lines] == ["(a line too long to show)", "next"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine import EngineConfig, SamplingParams
+from engine import Engine, EngineConfig, SamplingParams
 from engine.child import Channel, ParentGoneError, _serve
 from engine.runner import Runner
 from engine.wire import (
@@ -129,10 +129,25 @@ def test_a_child_ends_when_its_parent_hangs_up_idle_or_busy(config):
         assert parent.leave() == "parent gone"
 
 
+def test_an_idle_child_looks_at_its_books_once(parent, monkeypatch):
+    """They take tens of milliseconds in a large pool, in which a new request would wait."""
+    looks: list[int] = []
+    monkeypatch.setattr("engine.child.IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(Engine, "check", lambda self: looks.append(1))
+    for name in ("first", "second"):
+        looks.clear()
+        parent.send(Add(request(name, PROMPT)))
+        parent.ended(name)
+        for _ in range(5):
+            parent.until(Stepped, lambda report: not report.deltas)
+        assert len(looks) == 1
+
+
 def test_settings_at_fault_are_reported_as_refused(config):
     parent = Parent(EngineConfig(model=config.model, device="cpu", block_size=0))
     report = parent.until(Failed)[-1]
-    assert (report.refused, report.in_flight, report.message) == (True, [], "block_size: at least 1 expected, got 0")
+    assert (report.refused, report.in_flight) == (True, [])
+    assert report.message == "block_size: a whole number of at least 1 expected, got 0"
     assert parent.leave() == 2
 
 
