@@ -81,6 +81,23 @@ def read_trace(path: Path) -> list[TraceRequest]:
     return sorted(requests, key=lambda request: request.timestamp)
 
 
+def thin(requests: Sequence[TraceRequest], count: int, seed: int = 0) -> list[TraceRequest]:
+    """About `count` requests of a longer trace: whole conversations, picked at random, in their order of arrival.
+
+    What is asked for again is kept with what it repeats, so the hit rate stays about what it was; the first `count`
+    requests would find an empty cache instead. A conversation is known by its first two blocks.
+    """
+    chats: dict[tuple[int, ...], list[int]] = {}
+    for number, request in enumerate(requests):
+        chats.setdefault(tuple(request.hash_ids[:2]), []).append(number)
+    order = list(chats.values())
+    random.Random(seed).shuffle(order)
+    chosen: list[int] = []
+    while order and len(chosen) < count:
+        chosen += order.pop()
+    return [requests[number] for number in sorted(chosen)]
+
+
 def synthesise(count: int, seed: int = 0) -> list[TraceRequest]:
     """A made-up trace of the same structure: chats of several turns, side by side, with a few system prompts in common.
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.offline import Future, OfflinePool
 from benchmarks.replay import Replay
-from benchmarks.trace import Job, Scale, TraceRequest, block_tokens, ideal_hit_rate, read_trace, synthesise
+from benchmarks.trace import Job, Scale, TraceRequest, block_tokens, ideal_hit_rate, read_trace, synthesise, thin
 from engine.blocks import BlockPool
 from tests.engine import models
 
@@ -101,6 +101,16 @@ def test_the_made_up_trace_is_the_same_each_time_and_shares_prefixes() -> None:
     assert requests == synthesise(500, seed=3) != synthesise(500, seed=4)
     assert all(len(request.hash_ids) == -(-request.input_length // 512) for request in requests)
     assert 0.2 < ideal_hit_rate(requests) < 0.7
+
+
+def test_a_thinned_trace_keeps_whole_conversations_and_their_hits() -> None:
+    requests = synthesise(4000, seed=2)
+    part = thin(requests, 400)
+    assert 400 <= len(part) < 500
+    assert part == thin(requests, 400) != thin(requests, 400, seed=1)
+    assert [request.timestamp for request in part] == sorted(request.timestamp for request in part)
+    chats = {tuple(request.hash_ids[:2]) for request in part}
+    assert part == [request for request in requests if tuple(request.hash_ids[:2]) in chats]
 
 
 def random_jobs(generator: random.Random, count: int, most: int) -> list[Job]:
