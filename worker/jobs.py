@@ -254,9 +254,9 @@ class Jobs:
             self.on_room()
 
     def renewed(self, claimed: Claimed, status: str) -> None:
-        """The answer of a renewal about one job."""
+        """The answer of a renewal about one job. One that has ended here hears the same of its finish, or OK."""
         job = self._jobs.get(claimed.id)
-        if job is None or job.claimed is not claimed:
+        if job is None or job.claimed is not claimed or job.terminal is not None:
             return
         if status == "FENCED":
             self.fenced(job)

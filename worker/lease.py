@@ -36,8 +36,8 @@ def patience(lease: float) -> float:
 class Lease:
     """Keeps the lease; cancel `run` when all jobs have ended or are handed back.
 
-    `redis` is a client of its own, with `patience(lease)` as timeout; `model` is the digest to join with again when the
-    queue's meta was lost.
+    `redis` is a client of its own, with `patience(lease)` as timeout, and nothing here waits for another: a Redis that
+    fell silent would be noticed too late. `model` is the digest to join with again when the queue's meta was lost.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Lease:
 
     async def _rejoin(self) -> None:
         """The queue's meta is gone: a flush. Raises QueueMismatch when another model has founded it anew."""
-        made = await self._queue.join(self._model)
+        made = await self._queue.join(self._model, self._redis)
         self._metrics.recovery("group_lost", made)
         self._log.warning(logs.GROUP_LOST, groups=made)
 
@@ -112,7 +112,7 @@ class Lease:
         if time.monotonic() < self._next_reap:
             return
         self._next_reap = time.monotonic() + self._queue.lease * REAP_LEASES * random.uniform(0.75, 1.25)
-        if reaped := await self._queue.reap():
+        if reaped := await self._queue.reap(self._redis):
             self._metrics.recovery("consumer_reaped", reaped)
             self._log.info(logs.CONSUMER_REAPED, consumers=reaped)
 

@@ -83,7 +83,10 @@ class RedisClock:
 
 
 class Queue:
-    """One worker's view of one queue. `lease` in seconds. Errors of Redis pass through; see `worker.connection`."""
+    """One worker's view of one queue. `lease` in seconds. Errors of Redis pass through; see `worker.connection`.
+
+    Where a method takes a `redis` it is a client with less patience than ours, for the loop that keeps the lease.
+    """
 
     def __init__(
         self,
@@ -116,9 +119,9 @@ class Queue:
         """Short names of the job streams in scan order."""
         return [name.removeprefix(self.keys.base) for name in self.keys.streams(self.shards)]
 
-    async def join(self, model: str) -> int:
+    async def join(self, model: str, redis: Redis | None = None) -> int:
         """Enter a queue that serves `model` (a digest), or found it; how many groups it made. Raises QueueMismatch."""
-        meta = await scripts.join(self.redis, self.keys.base, VERSION, DEFAULT_SHARDS, model)
+        meta = await scripts.join(redis or self.redis, self.keys.base, VERSION, DEFAULT_SHARDS, model)
         if meta.version != str(VERSION):
             raise QueueMismatch(f"queue {self.keys.queue!r} speaks protocol {meta.version!r}, this worker {VERSION}")
         if meta.model != model:
@@ -168,7 +171,7 @@ class Queue:
         return await scripts.finish(self.redis, self.keys.base, self.worker, rows)
 
     async def renew(self, jobs: Iterable[Claimed], heartbeat: dict[str, str], redis: Redis | None = None) -> Renewal:
-        """Renew leases, one answer a job, and write the heartbeat. `redis`: a client with less patience than ours."""
+        """Renew leases, one answer a job, and write the heartbeat."""
         rows = [LeaseRow(job.id, job.epoch, job.stream, job.entry) for job in jobs]
         reply = await scripts.renew(redis or self.redis, self.keys.base, self.worker, self.lease_ms, heartbeat, rows)
         self.clock.set(reply.now_ms)
@@ -183,9 +186,9 @@ class Queue:
         """Delete our consumers and heartbeat; how many consumers stay because something is pending for them."""
         return await scripts.leave(self.redis, self.keys.base, self.worker, self.streams)
 
-    async def reap(self) -> int:
+    async def reap(self, redis: Redis | None = None) -> int:
         """Delete what workers killed long ago have left behind; how many consumers that were."""
-        return await scripts.reap(self.redis, self.keys.base, self.lease_ms, self.streams)
+        return await scripts.reap(redis or self.redis, self.keys.base, self.lease_ms, self.streams)
 
     async def published(self, job_id: str) -> Replay:
         """What `out:<id>` holds already."""

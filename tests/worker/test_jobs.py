@@ -183,6 +183,16 @@ def test_answer_about_an_earlier_claim_is_not_taken_for_this_one(jobs: Jobs) -> 
     assert len(jobs) == 1
 
 
+def test_job_that_ended_is_not_taken_for_fenced_by_a_renewal_that_overtook_its_finish(jobs: Jobs) -> None:
+    """The finish script has ended the record already when the renewal looks at it; its own answer comes a bit later."""
+    job = begin(jobs)
+    jobs.step([Delta(id="a", tokens=script(PROMPT, 1), finish_reason=FinishReason.LENGTH)])
+    jobs.renewed(job.claimed, "FENCED")
+    assert jobs.has(job)
+    jobs.ended(job)
+    assert len(jobs) == 0
+
+
 @pytest.mark.parametrize("body", [b'{"prompt": "a secret', b'{"prompt": ["a secret"]}', b'{"prompts": "a secret"}'])
 async def test_refusal_tells_the_client_the_value_and_the_log_only_the_field(jobs: Jobs, body: bytes) -> None:
     job = jobs.take(claim())

@@ -1,0 +1,53 @@
+"""The loop that keeps the lease, on its own."""
+
+import time
+
+import pytest
+from redis.asyncio import Redis
+
+from gllm.connection import connect
+from tests.worker.test_jobs import Commands
+from tests.worker.text_fixtures import engine_info
+from worker.health import Health
+from worker.jobs import Jobs
+from worker.lease import Lease
+from worker.link import Link
+from worker.metrics import Metrics
+from worker.queue import RedisClock
+from worker.scripts import Renewal
+
+
+class LostQueue:
+    """A queue after a flush, as far as a lease asks: notes the client of every command."""
+
+    lease = 0.3
+    clock = RedisClock()
+
+    def __init__(self) -> None:
+        self.clients: list[Redis | None] = []
+
+    async def renew(self, jobs: object, heartbeat: object, redis: Redis | None = None) -> Renewal:
+        self.clients.append(redis)
+        return Renewal(1, known=False, answers=[])
+
+    async def join(self, model: str, redis: Redis | None = None) -> int:
+        self.clients.append(redis)
+        return 0
+
+    async def reap(self, redis: Redis | None = None) -> int:
+        self.clients.append(redis)
+        return 0
+
+
+async def test_nothing_in_the_lease_loop_waits_with_the_patience_of_other_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reap or a join that hangs for the main client's 5 s would keep a lost Redis from readiness and self-fence."""
+    impatient, queue, metrics = connect("redis://127.0.0.1:1"), LostQueue(), Metrics()
+    jobs = Jobs("w", engine_info(), Commands(), metrics)
+    lease = Lease(queue, impatient, jobs, Link(Health(), metrics), metrics, {}, "model")  # type: ignore[arg-type]
+    monkeypatch.setattr(lease, "_next_reap", time.monotonic())
+
+    await lease._turn()
+
+    assert queue.clients == [impatient] * 3
