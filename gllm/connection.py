@@ -37,13 +37,16 @@ MAX_CONNECTIONS = 10_000  # redis-py 8 stops at 100, and each blocking reader ho
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 2.0  # seconds between two tries of the same command
 _PASSWORDS = re.compile(r"(?P<user>://[^:@/]*:)[^@]*(?=@)|(?P<key>[?&]password=)[^&#]*")
-_TRANSIENT_WORDS = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "OOM", "MISCONF", "NOREPLICAS")
+_TRANSIENT_WORDS = (
+    *("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "OOM", "MISCONF", "NOREPLICAS"),
+    "BUSY ",  # a script runs for too long; BUSYGROUP is something else
+)
 _TRANSIENT_ANSWERS = (ReadOnlyError, ClusterDownError, TryAgainError, OutOfMemoryError)  # redis-py cuts off their word
 _REFUSALS = (AuthenticationError, AuthorizationError)  # redis-py files these under ConnectionError
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same command may work in a while: Redis is away, starting, failing over, full or read-only."""
+    """Whether the same command may work in a while: Redis is away, starting, failing over, busy, full or read-only."""
     if isinstance(error, ConnectionError | TimeoutError):
         return not isinstance(error, _REFUSALS)
     return isinstance(error, _TRANSIENT_ANSWERS) or (

@@ -129,6 +129,8 @@ async def test_connection_sends_a_command_once_when_its_answer_is_lost() -> None
         (errors.ResponseError("OOM command not allowed"), True),
         (errors.ResponseError("MISCONF Redis is configured to save"), True),
         (errors.ResponseError("LOADING Redis is loading"), True),
+        (errors.ResponseError("BUSY Redis is busy running a script."), True),
+        (errors.ResponseError("BUSYGROUP Consumer Group name already exists"), False),
         (errors.ResponseError("WRONGTYPE Operation"), False),
         (errors.ResponseError("ERR this has OOM in it"), False),
         (errors.AuthenticationError("WRONGPASS"), False),

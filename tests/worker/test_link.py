@@ -8,7 +8,7 @@ import pytest
 from redis import exceptions as errors
 
 from gllm.protocol import ReplyEvent, Resume, Start, TokenLogprob, Tokens, encode_event
-from worker.connection import Fenced, cancelled, classify
+from worker.connection import cancelled, classify
 from worker.digest import model_digest
 from worker.health import Health
 from worker.link import Link
@@ -26,6 +26,7 @@ FAULTS = {
         errors.ClusterDownError("CLUSTERDOWN The cluster is down"),
         errors.TryAgainError("Multiple keys request during rehashing of slot"),
         errors.ResponseError("MISCONF Redis is configured to save RDB snapshots"),
+        errors.ResponseError("BUSY Redis is busy running a script. You can only call SCRIPT KILL"),
         errors.ResponseError("NOREPLICAS Not enough good replicas to write."),
         errors.ResponseError("OOM command not allowed when used memory > 'maxmemory'. script: f00"),
         ConnectionResetError("reset"),
@@ -35,11 +36,11 @@ FAULTS = {
         errors.ResponseError("NOGROUP No such key 'x' or consumer group 'workers'"),
         errors.ResponseError("UNBLOCKED the stream key no longer exists"),
     ],
-    "fenced": [Fenced("a")],
     "fatal": [
         errors.AuthenticationError("invalid username-password pair or user is disabled."),
         errors.NoPermissionError("this user has no permissions to run the 'evalsha' command"),
         errors.ResponseError("ERR unknown command 'XADD'"),
+        errors.ResponseError("BUSYGROUP Consumer Group name already exists"),
         errors.ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value"),
     ],
 }
