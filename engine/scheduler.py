@@ -272,6 +272,8 @@ class Scheduler:
             self._retiring.append(sequence)
         else:
             self.waiting.remove(sequence)
+            if reason is FinishReason.ERROR:
+                self._forget_registered(sequence)
         self._retire()
         return sequence.delta(tokens, logprobs, prompt_logprobs, error)
 
@@ -283,6 +285,13 @@ class Scheduler:
                 # Any of its KV may be at fault: left in the index, it would break every later request with its prefix.
                 self.pool.forget(sequence.table)
             self._leave_row(sequence)
+
+    def _forget_registered(self, sequence: Sequence) -> None:
+        """As above, for one that was preempted with a step in flight: it has no table, but the index has its blocks."""
+        left = self.pool.match(sequence.tokens, sequence.namespace, len(sequence.tokens) // self.pool.block_size)
+        self.pool.acquire(left)
+        self.pool.forget(left)
+        self.pool.release(left)
 
     def _leave_row(self, sequence: Sequence) -> None:
         self.pool.release(sequence.table)

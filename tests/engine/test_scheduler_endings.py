@@ -178,6 +178,26 @@ def test_broken_kv_that_two_share_is_forgotten_with_the_last_of_them(depth):
     assert bench.pool.counts.reclaimable == 0
 
 
+def test_nan_of_a_step_that_a_preemption_overtook_takes_back_what_it_had_registered():
+    """Then it has no table any more, but what it registered is in the index still."""
+    bench = Bench(blocks=6, depth=2)
+    bench.add("older", A[:8], max_tokens=14)
+    bench.add("x", B[:8], max_tokens=14)
+    x = bench.sequences["x"]
+    while not (x.row < 0 and x.in_flight):
+        bench.step()
+        bench.launch_ahead()
+    assert len(bench.pool.match(x.tokens, x.namespace, 2)) == 2
+    for plan, sampled in bench.launched:
+        sampled.broken = [entry.sequence is x for entry in plan.entries]
+    while bench.launched:
+        bench.collect()
+    assert bench.told["x"].reason is FinishReason.ERROR
+    assert bench.pool.match(x.tokens, x.namespace, 2) == []
+    bench.run()
+    bench.prove("older")
+
+
 # -- ending by token --------------------------------------------------------------------------------------------------
 
 
