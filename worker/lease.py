@@ -98,6 +98,8 @@ class Lease:
             return False
         for job, answer in zip(claimed, renewal.answers, strict=True):
             self._jobs.renewed(job, answer.status)
+        for priority, waiting in renewal.waiting.items():  # a full worker does not claim, so no claim tells
+            self._metrics.set_queue_depth(priority, waiting)
         self._link.restored()
         self._lift()
         return True

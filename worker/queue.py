@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct
 from redis.asyncio import Redis
 
-from gllm.keys import PRIORITIES, Keys
+from gllm.keys import Keys
 from gllm.protocol import VERSION
 from worker import scripts
 from worker.replay import PAGE, Replay
@@ -173,7 +173,8 @@ class Queue:
     async def renew(self, jobs: Iterable[Claimed], heartbeat: dict[str, str], redis: Redis | None = None) -> Renewal:
         """Renew leases, one answer a job, and write the heartbeat."""
         rows = [LeaseRow(job.id, job.epoch, job.stream, job.entry) for job in jobs]
-        reply = await scripts.renew(redis or self.redis, self.keys.base, self.worker, self.lease_ms, heartbeat, rows)
+        client = redis or self.redis
+        reply = await scripts.renew(client, self.keys.base, self.streams, self.worker, self.lease_ms, heartbeat, rows)
         self.clock.set(reply.now_ms)
         return reply
 
@@ -207,14 +208,11 @@ class Queue:
 
     def _reply(self, reply: scripts.Claim) -> ClaimReply:
         positions = {self.keys.base + state.name: state.last_id for state in reply.streams}
-        waiting: dict[str, int] = dict.fromkeys(PRIORITIES, 0)
-        for state in reply.streams:
-            waiting[state.name.split(":")[1]] += state.waiting
         return ClaimReply(
             jobs=[_claimed(row, reply.now_ms) for row in reply.jobs],
             notes=reply.notes,
             positions={**positions, self.keys.bell: reply.bell_id},
-            waiting=waiting,
+            waiting=scripts.by_priority((state.name, state.waiting) for state in reply.streams),
             more=reply.more,
             groups_made=reply.groups_made,
         )

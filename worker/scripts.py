@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple, cast
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
+from gllm.keys import PRIORITIES
+
 FOLDER = Path(__file__).parent / "lua"
 Status = Literal["OK", "CANCEL", "FENCED", "GAP", "GONE", "ERR"]
 
@@ -92,11 +94,15 @@ class ReleaseRow(NamedTuple):
 
 
 class Renewal(NamedTuple):
-    """`now_ms` is the server's clock; `known` is False when the queue's meta is lost (a flush)."""
+    """`now_ms` is the server's clock; `known` is False when the queue's meta is lost (a flush).
+
+    `waiting`: jobs that nobody holds, by priority.
+    """
 
     now_ms: int
     known: bool
     answers: list[Answer]
+    waiting: dict[str, int]
 
 
 class Meta(NamedTuple):
@@ -172,9 +178,8 @@ async def claim(
     active: Iterable[str],
 ) -> Claim:
     """Hand out at most `want` jobs. `limits`: charged attempts and claims; `streams`: short names in scan order."""
-    keys = [base, *(base + stream for stream in streams)]
     args = (worker, want, lease_ms, int(expired), int(own), *limits, *active)
-    now_ms, more, suspects, groups, bell, states, jobs, notes = await _claim(redis, keys, args)
+    now_ms, more, suspects, groups, bell, states, jobs, notes = await _claim(redis, _keys(base, streams), args)
     return Claim(
         now_ms=now_ms,
         more=bool(more),
@@ -221,12 +226,19 @@ async def finish(redis: Redis, base: str, worker: str, rows: Sequence[FinishRow]
 
 
 async def renew(
-    redis: Redis, base: str, worker: str, lease_ms: int, heartbeat: dict[str, str], rows: Sequence[LeaseRow]
+    redis: Redis,
+    base: str,
+    streams: Sequence[str],
+    worker: str,
+    lease_ms: int,
+    heartbeat: dict[str, str],
+    rows: Sequence[LeaseRow],
 ) -> Renewal:
     """Renew leases and write the heartbeat; OK, CANCEL, FENCED or ERR for each row."""
     args = (worker, lease_ms, len(heartbeat), *_flat(heartbeat.items()), *_flat(rows))
-    now_ms, known, statuses = await _renew(redis, [base], args)
-    return Renewal(now_ms, bool(known), [_answer(status) for status in statuses])
+    now_ms, known, statuses, counts = await _renew(redis, _keys(base, streams), args)
+    waiting = by_priority((name.decode(), count) for name, count in zip(counts[::2], counts[1::2], strict=True))
+    return Renewal(now_ms, bool(known), [_answer(status) for status in statuses], waiting)
 
 
 async def release(redis: Redis, base: str, worker: str, lease_ms: int, rows: Sequence[ReleaseRow]) -> list[Answer]:
@@ -253,6 +265,18 @@ async def reap(redis: Redis, base: str, lease_ms: int, streams: Sequence[str]) -
 async def requeue(redis: Redis, base: str, letter: str) -> str:
     """Add a dead letter's job again. Raises ResponseError GONE or NOBODY."""
     return (await _requeue(redis, [base], (letter,))).decode()
+
+
+def by_priority(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Sums of what was counted per stream (short names); 0 for a priority without any."""
+    sums = dict.fromkeys(PRIORITIES, 0)
+    for stream, count in counts:
+        sums[stream.split(":")[1]] += count
+    return sums
+
+
+def _keys(base: str, streams: Iterable[str]) -> list[str]:
+    return [base, *(base + stream for stream in streams)]
 
 
 def _flat(rows: Iterable[Iterable[Any]]) -> list[Any]:

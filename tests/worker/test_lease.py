@@ -28,7 +28,7 @@ class LostQueue:
 
     async def renew(self, jobs: object, heartbeat: object, redis: Redis | None = None) -> Renewal:
         self.clients.append(redis)
-        return Renewal(1, known=False, answers=[])
+        return Renewal(1, known=False, answers=[], waiting={})
 
     async def join(self, model: str, redis: Redis | None = None) -> int:
         self.clients.append(redis)

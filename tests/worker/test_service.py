@@ -315,6 +315,23 @@ async def test_many_suspects_clear_in_a_moment(crew: ServiceBench) -> None:
     assert time.monotonic() - began < 5
 
 
+async def test_queue_depth_follows_the_queue_while_the_worker_is_full(crew: ServiceBench) -> None:
+    """A full worker does not claim; the depth that calls for another worker must not wait for its next claim."""
+    engine = FakeEngine(max_sequences=2)
+    engine.go.clear()
+    worker = await crew.start(engine=engine)
+    for n in range(20):
+        await crew.submit(f"j{n}")
+    await crew.until(lambda: worker.service.running and not worker.service.running.jobs.room, "a full worker")
+    for n in range(5):
+        await crew.submit(f"late{n}", "high")
+
+    await crew.until(
+        lambda: b'gllm_queue_depth{priority="high"} 5.0' in worker.service.metrics.render(), "the depth of the queue"
+    )
+    assert await crew.bench.pending("high") == 0
+
+
 async def test_metrics_of_a_few_jobs_add_up(crew: ServiceBench) -> None:
     worker = await crew.start()
     for n in range(5):

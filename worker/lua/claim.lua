@@ -265,16 +265,6 @@ local function safely(f, stream)
   if problem then note('stream', '', stream .. ': ' .. problem) end
 end
 
--- Waiting are the entries that nobody holds: not yet delivered, or released.
-local function waiting(stream)
-  local pending = redis.call('XPENDING', base .. stream, GROUP)
-  local count = redis.call('XLEN', base .. stream) - pending[1]
-  for _, consumer in ipairs(pending[4] or {}) do
-    if consumer[1] == RELEASED then count = count + tonumber(consumer[2]) end
-  end
-  return count
-end
-
 local function state_of(stream)
   for _, flat in ipairs(redis.call('XINFO', 'GROUPS', base .. stream)) do
     local group = map_of(flat)

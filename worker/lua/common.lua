@@ -73,6 +73,16 @@ local function last_of(id)
   return tonumber(n), tonumber(sequence), last[1]
 end
 
+-- Waiting are the entries that nobody holds: not yet delivered, or released.
+local function waiting(stream)
+  local pending = redis.call('XPENDING', base .. stream, GROUP)
+  local count = redis.call('XLEN', base .. stream) - pending[1]
+  for _, consumer in ipairs(pending[4] or {}) do
+    if consumer[1] == RELEASED then count = count + tonumber(consumer[2]) end
+  end
+  return count
+end
+
 -- Writes a dead letter. `letter`: id, reason, error, attempts, worker, stream, fields (of the entry).
 local function bury(letter)
   local fields, body = letter.fields, letter.fields.body or ''

@@ -1,8 +1,8 @@
 -- Renews the lease of all jobs of a worker under the fence, and writes its heartbeat.
--- KEYS[1]  the queue's prefix
+-- KEYS[1]  the queue's prefix; KEYS[2…] the job streams
 -- ARGV[1]  worker   ARGV[2] lease in ms   ARGV[3] number of heartbeat fields
 -- ARGV[4…] heartbeat fields (name, value); then 4 per row: id, epoch, stream, entry
--- Returns  {now in ms, 1 if the queue's meta is there, {status per row}}
+-- Returns  {now in ms, 1 if the queue's meta is there, {status per row}, {stream, waiting entries, flat per stream}}
 --   OK       renewed          CANCEL  renewed, and the producer wants the job cancelled
 --   FENCED   the job is not this worker's any more: drop it silently
 --   ERR <text>  the row could not be renewed
@@ -37,4 +37,13 @@ for i = 4 + 2 * heartbeat, #ARGV, 4 do
   local problem = guarded(function() status = renew(ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]) end)
   answers[#answers + 1] = problem and 'ERR ' .. problem or status
 end
-return {now, known, answers}
+local counts = {}
+for i = 2, #KEYS do
+  local stream = KEYS[i]:sub(#base + 1)
+  guarded(function() -- a lost group is the claim's to make again
+    local count = waiting(stream)
+    counts[#counts + 1] = stream
+    counts[#counts + 1] = count
+  end)
+end
+return {now, known, answers, counts}
