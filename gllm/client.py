@@ -20,7 +20,7 @@ BLOCK_SECONDS = 2.0  # one blocking read; between two of them an expired reply a
 READ_MARGIN_SECONDS = 5.0  # a blocking read that is this late has lost its connection
 READ_ENTRIES = 128  # per read, so that a long reply is not held in memory twice
 SHARDS_SECONDS = 60.0  # how long the queue's shard count is believed
-CANCEL_SECONDS = 24 * 3600  # a wish to cancel is forgotten with the job's record
+CANCEL_SECONDS = 24 * 3600  # a wish to cancel is forgotten with the job's record; a delayed job's wait comes on top
 MAX_LABEL_CHARACTERS = 256
 
 T = TypeVar("T")
@@ -217,9 +217,12 @@ class Client:
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.set(wish, 1, ex=CANCEL_SECONDS)
         pipeline.hget(self._keys.job(job_id), "state")
-        _, state = cast(tuple[object, bytes | None], await pipeline.execute())
+        pipeline.zscore(self._keys.delayed, job_id)
+        _, state, due_ms = cast(tuple[object, bytes | None, float | None], await pipeline.execute())
         if state == b"ended":
             await self._redis.delete(wish)
+        elif due_ms is not None:  # a wish that was taken meanwhile stays gone
+            await self._redis.pexpireat(wish, int(due_ms) + 1000 * CANCEL_SECONDS)
         return state != b"ended"
 
 

@@ -449,6 +449,16 @@ async def test_client_cancel_works_before_any_claim(client: Client, scribe: Scri
     assert scribe.raw.get(scribe.keys.cancel(scribe.id)) == b"1"
 
 
+async def test_client_cancel_of_a_delayed_job_outlives_its_wait(client: Client, scribe: Scribe) -> None:
+    """A wish that is forgotten before the job's time has come would let it run."""
+    due = 1000 * (int(time.time()) + 48 * 3600)
+    scribe.raw.zadd(scribe.keys.delayed, {scribe.id: due})
+    scribe.raw.hset(scribe.keys.job(scribe.id), "state", "delayed")
+    scribe.raw.expire(scribe.keys.job(scribe.id), 60)
+    assert await client.cancel(scribe.id) is True
+    assert scribe.raw.pexpiretime(scribe.keys.cancel(scribe.id)) == due + 86_400_000
+
+
 async def test_client_cancel_leaves_nothing_behind_for_an_ended_job(client: Client, scribe: Scribe) -> None:
     scribe.hello()
     assert await client.cancel(scribe.id) is False
