@@ -51,6 +51,24 @@ async def test_worker_holds_one_trial_at_a_time_and_takes_innocents_beside_it(be
     assert following.suspect
 
 
+async def test_hundreds_of_suspects_neither_hide_other_jobs_nor_keep_a_worker_claiming(bench: QueueBench) -> None:
+    """All wait for the one trial: a worker that is told that there is more would ask again at once, and again."""
+    first, second = await bench.worker("first"), await bench.worker("second")
+    for n in range(300):
+        await bench.submit(f"s{n}")
+    await bench.submit("innocent")
+    jobs = [job for _ in range(20) for job in await bench.claimed(first)]
+    await first.release(jobs, charged=frozenset(job.id for job in jobs if job.id != "innocent"))
+    (trial, *_) = await bench.claimed(second, want=1)
+
+    reply = await second.claim(16, (trial.id,))
+    await bench.submit("new")
+    later = await second.claim(16, (trial.id, "innocent"))
+
+    assert ([job.id for job in reply.jobs], reply.more) == (["innocent"], False)
+    assert ([job.id for job in later.jobs], later.more) == (["new"], False)
+
+
 async def test_only_the_job_on_trial_is_charged_when_its_worker_dies(bench: QueueBench) -> None:
     first, second, third = [await bench.worker(name) for name in ("first", "second", "third")]
     await bench.one(first, "poison")

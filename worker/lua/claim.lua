@@ -4,7 +4,7 @@
 -- ARGV[4]  '1' to scan for expired entries too   ARGV[5] '1' to take up own pending entries that are not active
 -- ARGV[6]  limit of charged attempts   ARGV[7] limit of claims; ARGV[8…] ids of the jobs active in this worker
 -- Returns  {now in ms, more, suspects, groups, last id of the bell, streams, jobs, notes}
---   more      1: stopped before everything was looked at     suspects  number of suspects left for later
+--   more      1: stopped before everything was dealt with     suspects  number of suspects left for later
 --   groups    number of groups that were lost and made again
 --   streams   per stream: name, last id delivered (read on from it), number of waiting entries
 --   jobs      per job: id, stream, entry, epoch, attempts, claims, n, cached_tokens, suspect, submitted ms, taken from
@@ -16,7 +16,7 @@
 
 local MAX_REPLY_BYTES = 16 * 1024 * 1024
 local MAX_BODY_BYTES = 4 * 1024 * 1024
-local MAX_HANDLED = 256 -- entries looked at in one call, so that a million duplicates cannot block the server
+local MAX_HANDLED = 256 -- entries dealt with in one call, so that a million duplicates cannot block the server
 local PAGE, MAX_PAGES = 100, 10
 
 local worker, want, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -197,7 +197,6 @@ end
 
 -- One entry, whatever it is. What raises becomes a dead letter and, where the id can be used, an error for the client.
 local function handle(stream, entry, flat, pending)
-  handled = handled + 1
   local item = {stream = stream, entry = entry, here = stream .. '|' .. entry, fields = map_of(flat), pending = pending,
                 submitted = tonumber(entry:match('^%d+')), record = {}}
   item.id = item.fields.id
@@ -224,16 +223,20 @@ local function recover(stream, idle, consumer)
       end
       local entry = redis.call('XRANGE', base .. stream, pending[1], pending[1])[1]
       if entry then
+        local before = #jobs + #notes
         handle(stream, entry[1], entry[2], true)
+        -- what was left alone (active, or a suspect) hides nothing behind it, and gives no reason to look again at once
+        if #jobs + #notes > before then handled = handled + 1 end
       else -- trimmed or deleted while pending: nothing is left to run
         redis.call('XACK', base .. stream, GROUP, pending[1])
+        handled = handled + 1
         note('vanished', '', stream .. ' ' .. pending[1])
       end
     end
     if #found < PAGE then return end
     start = '(' .. found[#found][1]
   end
-  more = true
+  more = more or handled > 0
 end
 
 local function read_new(stream)
@@ -242,6 +245,7 @@ local function read_new(stream)
     local reply = redis.call('XREADGROUP', 'GROUP', GROUP, worker, 'COUNT', 1, 'STREAMS', base .. stream, '>')
     local got = reply and reply[1] and reply[1][2][1]
     if not got then return end
+    handled = handled + 1 -- whatever it is, the group has moved on
     handle(stream, got[1], got[2], false)
   end
   more = true
