@@ -14,6 +14,7 @@ from engine.sequence import Sequence
 from kernels import gumbel, row_keys
 
 LOWEST_LOGPROB = -9999.0  # stands for -inf, which JSON cannot say
+FEW = 1024  # up to so many candidates, picking them out costs less than noise for the whole vocabulary
 NUCLEUS_GUESS = 1024  # most nuclei are within this many tokens; larger ones take a full sort of their row
 FLOAT_MAX = torch.finfo(torch.float32).max
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -102,11 +103,14 @@ class Sampler:
     ) -> Tensor:
         scores = scores.clamp(max=FLOAT_MAX)  # a bias or a penalty may have brought infinity
         scores = (scores - scores.amax(-1, keepdim=True)) / self._float["temperature"][rows, None]
-        filtered = [i for i, index in enumerate(drawn) if has_filter(sequences[index].request.sampling)]
-        if filtered:
-            chosen = torch.tensor(filtered, device=self._device)
-            scores[chosen] = self._filter(scores[chosen], rows[chosen])
-        return (scores + gumbel(row_keys(self._seed[rows], positions), self._vocab)).argmax(-1)
+        keys = row_keys(self._seed[rows], positions)
+        filtered = [has_filter(sequences[index].request.sampling) for index in drawn]
+        ids = torch.empty(len(drawn), dtype=torch.int64, device=self._device)
+        for kind in {*filtered}:
+            chosen = torch.tensor([i for i, f in enumerate(filtered) if f is kind], device=self._device)
+            part = self._filter(scores[chosen], rows[chosen]) if kind else scores[chosen]
+            ids[chosen] = draw_gumbel(part, keys[chosen], self._vocab, few=kind)
+        return ids
 
     def _filter(self, scores: Tensor, rows: Tensor) -> Tensor:
         """-inf for what top-k, top-p and min-p exclude, in this order. Ties with the last one kept are kept."""
@@ -147,6 +151,18 @@ class Sampler:
             count = sequences[index].request.sampling.logprobs or 0
             logprobs[index] = token_logprobs(logits[None], ids[index : index + 1], count)[0]
         return logprobs
+
+
+def draw_gumbel(scores: Tensor, keys: Tensor, vocab: Tensor, *, few: bool) -> Tensor:
+    """The argmax of scores [B, vocabulary] plus noise, [B]. `few`: most scores are -inf; only the others get noise."""
+    most = int(torch.isfinite(scores).sum(-1).max()) if few else scores.shape[1]
+    if most > FEW:
+        return (scores + gumbel(keys, vocab)).argmax(-1)
+    candidates = (
+        scores.topk(most).indices.sort(-1).values
+    )  # in order of their ids, so that ties go to the lowest here too
+    winner = (scores.gather(1, candidates) + gumbel(keys, candidates)).argmax(-1, keepdim=True)
+    return candidates.gather(1, winner).squeeze(1)
 
 
 def has_penalty(sampling: SamplingParams) -> bool:

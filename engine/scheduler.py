@@ -27,7 +27,7 @@ class Scheduler:
         self._retiring: list[Sequence] = []  # ended, but a launched step may still write their blocks
         self._in_flight = 0  # steps planned that are neither committed nor failed
         self._rows = list(range(max_sequences - 1, -1, -1))
-        self._swaps: list[tuple[int, int, int]] = []
+        self._swaps: dict[tuple[int, int], int] = {}  # (row, index) -> block: for the device's copy of the tables
 
     # -- from outside ---------------------------------------------------------------------------------------------
 
@@ -54,14 +54,14 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None when nothing can be stepped."""
-        plan = Plan(blocks=self._swaps)
+        plan = Plan(blocks=[(row, index, block) for (row, index), block in self._swaps.items()])
         if not self._plan_trial(plan):
             budget, preempted = self._plan_running(plan)
             if not preempted:
                 self._admit(plan, budget)
         if not plan.entries:
             return None
-        self._swaps = []
+        self._swaps = {}
         self._in_flight += 1
         return plan
 
@@ -194,7 +194,7 @@ class Scheduler:
                 deltas.append(self._finish(entry.sequence, FinishReason.ERROR, error=message))
         self._retire()
         # The device may not have taken the plan's differences, some of which are for rows that go on.
-        self._swaps = [(s.row, index, block) for s in self.running for index, block in enumerate(s.table)]
+        self._swaps = {(s.row, index): block for s in self.running for index, block in enumerate(s.table)}
         return deltas
 
     def _commit_entry(self, entry: Entry, index: int, sampled: Sampled) -> Delta | None:
@@ -223,7 +223,7 @@ class Scheduler:
             return
         swaps = self.pool.register(sequence.table, sequence.tokens, sequence.namespace, sequence.registered, full)
         sequence.registered = full
-        self._swaps.extend((sequence.row, index, block) for index, block in swaps)
+        self._swaps.update({(sequence.row, index): block for index, block in swaps})
 
     def _continue_prefill(
         self, sequence: Sequence, entry: Entry, prompt_logprobs: list[TokenLogprob | None] | None
@@ -296,5 +296,5 @@ class Scheduler:
     def _leave_row(self, sequence: Sequence) -> None:
         self.pool.release(sequence.table)
         self._rows.append(sequence.row)
-        self._swaps = [swap for swap in self._swaps if swap[0] != sequence.row]
+        self._swaps = {key: block for key, block in self._swaps.items() if key[0] != sequence.row}
         sequence.leave_row()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.rows import COUNTS, TILE, RowCounts, cancelling
 
+PAIRS = 64  # (sequence, key tile) pairs whose keys and values a decode gathers at once: bounds its memory
 KEYS_PER_TILE = 256  # larger tiles waste work on short contexts, smaller ones cost more merges on long ones
 
 
@@ -131,25 +132,30 @@ def _merge(out: Tensor, total: Tensor, more: Tensor, log_sum: Tensor) -> None:
     total.copy_(merged)
 
 
+class _Pairs(NamedTuple):
+    """Consecutive key tiles of the decodes that have them: `having[j]` sequences for the j-th, one pair each."""
+
+    having: list[int]
+    blocks: Tensor
+    invalid: Tensor
+    mask: Tensor
+
+
 class _Decodes:
     """All sequences with one query token: every (sequence, key tile) pair is one entry of a batched product.
 
-    Sequences are sorted by falling length, so that those with a j-th tile are the first `having[j]` ones.
+    Sequences are sorted by falling length, so that those with a j-th tile are the first ones.
     """
 
     def __init__(self, batch: AttentionBatch, decodes: list[_Decode]) -> None:
-        device, keys = batch.tables.device, batch.tile_keys
-        self.heads, self.keys = batch.heads, keys
-        self.tokens = torch.tensor([decode.token for decode in decodes], device=device)
+        self.heads, self.keys = batch.heads, batch.tile_keys
+        self.tokens = torch.tensor([decode.token for decode in decodes], device=batch.tables.device)
         self.in_order = [decode.token for decode in decodes] == list(range(len(decodes)))
-        tiles = -(-decodes[0].length // keys)
-        self.having = [sum(1 for decode in decodes if decode.length > tile * keys) for tile in range(tiles)]
-        pairs = [(decodes[i], tile) for tile, count in enumerate(self.having) for i in range(count)]
-        sequence, tile, length = torch.tensor([(d.sequence, tile, d.length) for d, tile in pairs], device=device).T
-        self.blocks, invalid = _tile_layout(batch, sequence, tile, length)
-        self.invalid = invalid[:, None, :, None]
-        mask = torch.zeros(invalid.shape, device=device).masked_fill_(invalid, -torch.inf)
-        self.mask = mask.repeat_interleave(batch.heads.kv, 0)[:, None]
+        tiles = -(-decodes[0].length // self.keys)
+        having = [sum(1 for decode in decodes if decode.length > tile * self.keys) for tile in range(tiles)]
+        at_once = max(1, PAIRS // len(decodes))
+        self.pairs = [_pairs(batch, decodes, having[t : t + at_once], t) for t in range(0, tiles, at_once)]
+        self.many = tiles > 1
 
     def attend(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
         count, heads, width = q.shape
@@ -161,22 +167,32 @@ class _Decodes:
 
     def _attend(self, q: Tensor, kv: Tensor) -> Tensor:
         """q [S, kv_heads, rows, D] in order of falling length -> the same, attended."""
-        keys, values = _gather(kv, self.blocks, self.invalid).flatten(1, 2)
-        queries = q if len(self.having) == 1 else torch.cat([q[:count] for count in self.having])
-        tile = _attend_tile(queries.flatten(0, 1), keys, values, self.mask.expand(-1, q.shape[2], -1))
-        tiles = tile.out.view(queries.shape)
-        if len(self.having) == 1:
-            return tiles
-        return self._merge_tiles(tiles, tile.log_sum.view(*queries.shape[:3], 1))
-
-    def _merge_tiles(self, tiles: Tensor, log_sums: Tensor) -> Tensor:
-        first = self.having[0]
-        out, total = tiles[:first], log_sums[:first]
-        for count in self.having[1:]:
-            last = first + count
-            _merge(out[:count], total[:count], tiles[first:last], log_sums[first:last])
-            first = last
+        tiles = [tile for pairs in self.pairs for tile in self._attend_pairs(q, kv, pairs)]
+        out, total = tiles[0]
+        for more, log_sum in tiles[1:]:
+            _merge(out[: len(more)], total[: len(more)], more, log_sum)
         return out
+
+    def _attend_pairs(self, q: Tensor, kv: Tensor, pairs: _Pairs) -> list[tuple[Tensor, Tensor]]:
+        """For each tile, attention within it of the sequences that have it, and their log-sums (if tiles are many)."""
+        keys, values = _gather(kv, pairs.blocks, pairs.invalid).flatten(1, 2)
+        having = pairs.having
+        queries = q[: having[0]] if len(having) == 1 else torch.cat([q[:count] for count in having])
+        tile = _attend_tile(queries.flatten(0, 1), keys, values, pairs.mask.expand(-1, q.shape[2], -1))
+        outs = tile.out.view(queries.shape)
+        if not self.many:
+            return [(outs, outs)]
+        log_sums = tile.log_sum.view(*queries.shape[:3], 1)
+        return list(zip(outs.split(having), log_sums.split(having), strict=True))
+
+
+def _pairs(batch: AttentionBatch, decodes: list[_Decode], having: list[int], first_tile: int) -> _Pairs:
+    device = batch.tables.device
+    pairs = [(decodes[i], tile) for tile, count in enumerate(having, first_tile) for i in range(count)]
+    sequence, tile, length = torch.tensor([(d.sequence, tile, d.length) for d, tile in pairs], device=device).T
+    blocks, invalid = _tile_layout(batch, sequence, tile, length)
+    mask = torch.zeros(invalid.shape, device=device).masked_fill_(invalid, -torch.inf)
+    return _Pairs(having, blocks, invalid[:, None, :, None], mask.repeat_interleave(batch.heads.kv, 0)[:, None])
 
 
 class _TileRows(NamedTuple):
@@ -201,8 +217,8 @@ class _Chunk:
         self.heads, self._start = batch.heads, length - count
         self._rows = -(-count * batch.heads.group // TILE) * TILE
         tile = torch.arange(-(-length // self.keys), device=device)
-        self.blocks, invalid = _tile_layout(batch, torch.full_like(tile, index), tile, torch.full_like(tile, length))
-        self.invalid = invalid[:, None, :, None]
+        blocks, invalid = _tile_layout(batch, torch.full_like(tile, index), tile, torch.full_like(tile, length))
+        self.blocks, self.invalid = blocks.view(len(tile), -1), invalid[:, None, :, None]
         self._tile_rows = [self._see(int(number), device) for number in range(len(tile))]
 
     def _see(self, tile: int, device: torch.device) -> _TileRows:
@@ -223,22 +239,22 @@ class _Chunk:
         rows = q.new_zeros(self.heads.kv, self._rows, width, dtype=torch.float32)
         grouped = q.view(count, self.heads.kv, group, width).transpose(0, 1)
         rows[:, : count * group].view(self.heads.kv, count, group, width).copy_(grouped).mul_(scale)
-        out = self._attend(rows, _gather(kv, self.blocks, self.invalid))[:, : count * group]
+        out = self._attend(rows, kv)[:, : count * group]
         return out.view(self.heads.kv, count, group, width).transpose(0, 1).reshape(count, heads, width).to(q.dtype)
 
-    def _attend(self, q: Tensor, tiles: Tensor) -> Tensor:
-        """q [kv_heads, rows, D], tiles [2, tiles, kv_heads, keys, D] -> attended q."""
-        out, total = self._attend_rows(q, tiles, 0)
+    def _attend(self, q: Tensor, kv: Tensor) -> Tensor:
+        """q [kv_heads, rows, D] -> the same, attended; keys and values are gathered tile by tile."""
+        out, total = self._attend_rows(q, kv, 0)
         for number in range(1, len(self._tile_rows)):
             first = self._tile_rows[number].first
-            more, log_sum = self._attend_rows(q, tiles, number)
+            more, log_sum = self._attend_rows(q, kv, number)
             _merge(out[:, first:], total[:, first:], more, log_sum)
         return out
 
-    def _attend_rows(self, q: Tensor, tiles: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    def _attend_rows(self, q: Tensor, kv: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """The rows from the tile's first on: attention within the tile and its log-sum, in agreeing counts."""
         start, first, mask = self._tile_rows[number]
-        keys, values = tiles[0, number], tiles[1, number]
+        keys, values = _gather(kv, self.blocks[number], self.invalid[number : number + 1]).squeeze(1)
         outs, log_sums, offset = list[Tensor](), list[Tensor](), 0
         for part in q[:, start:].split(_row_counts(self.keys, q.shape[-1], q.device).cut(q.shape[1] - start), 1):
             shown = None if mask is None or offset >= mask.shape[1] else mask[:, offset : offset + part.shape[1]]
