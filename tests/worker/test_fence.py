@@ -2,10 +2,12 @@
 
 import pytest
 
-from gllm.protocol import TERMINAL_ENTRY_ID
+from gllm.protocol import TERMINAL_ENTRY_ID, Error, encode_event
 from tests.worker.queue_bench import QueueBench, finish, finish_row, publish, tokens
 from worker.queue import Claimed
 from worker.scripts import AppendRow
+
+FAILED = encode_event(Error(code="internal", message="nan", retryable=True))
 
 
 def mark(job: Claimed, n: int, cached: int | str = "") -> AppendRow:
@@ -111,11 +113,36 @@ async def test_exactly_one_terminal_whoever_tries(bench: QueueBench) -> None:
     job = await bench.one(worker)
     await publish(worker, job, 0, 2)
 
-    first, second = await finish(worker, job, 2), await finish(worker, job, 2)
+    first = await finish(worker, job, 2)
+    (other,) = await worker.finish([finish_row(job, 2)._replace(event=FAILED)])
     late = await publish(worker, job, 2, 3)
 
-    assert (first.status, second.status, late.status) == ("OK", "FENCED", "FENCED")
+    assert (first.status, other.status, late.status) == ("OK", "FENCED", "FENCED")
     assert await bench.entries("a") == ["2-0", TERMINAL_ENTRY_ID]
+
+
+async def test_finish_again_after_a_lost_answer_is_ok_and_writes_nothing(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    job = await bench.one(worker)
+    await publish(worker, job, 0, 2)
+
+    answers = [await finish(worker, job, 2) for _ in range(3)]
+
+    assert [(a.status, a.n) for a in answers] == [("OK", 2)] * 3
+    assert await bench.entries("a") == ["2-0", TERMINAL_ENTRY_ID]
+    assert await bench.field("a", "epoch") == str(job.epoch + 1)
+
+
+async def test_finish_of_a_job_that_another_worker_has_ended_is_fenced_even_with_the_same_event(
+    bench: QueueBench,
+) -> None:
+    old, new = await bench.worker("old"), await bench.worker("new")
+    job = await bench.one(old)
+    await bench.die(old)
+    (taken,) = await bench.claimed(new)
+
+    assert (await finish(new, taken, 0)).status == "OK"
+    assert (await finish(old, job, 0)).status == "FENCED"
 
 
 async def test_server_itself_refuses_a_second_terminal_when_the_record_is_older(bench: QueueBench) -> None:

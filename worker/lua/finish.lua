@@ -2,16 +2,27 @@
 -- KEYS[1]  the queue's prefix
 -- ARGV[1]  worker; then 6 per row: id, epoch, n, stream, entry, event
 -- Returns  status and n, flat, per row:
---   OK       ended, with exactly one terminal event
---   FENCED   the job is not this worker's any more (or had ended): drop it silently
+--   OK       ended, with exactly one terminal event (also when this row had ended it before)
+--   FENCED   the job is not this worker's any more (or had ended otherwise): drop it silently
 --   GAP      Redis has n tokens, not the reply's: append from n, then finish again
 --   ERR <text>  ended, but its reply could not be written; there is a dead letter
 
 local worker = ARGV[1]
 
+-- Whether this row has ended the job already, and only the answer was lost. It writes nothing.
+local function repeated(row)
+  local got = redis.call('HMGET', base .. 'job:' .. row.id, 'state', 'epoch', 'worker')
+  if got[1] ~= 'ended' or tonumber(got[2]) ~= row.epoch + 1 or got[3] ~= worker then return false end
+  local last = redis.call('XRANGE', base .. 'out:' .. row.id, TERMINAL, TERMINAL)[1]
+  return last and map_of(last[2]).d == row.event
+end
+
 local function finish(row)
   local record = fence(row.id, row.epoch, worker)
-  if not record then return 'FENCED', 0 end
+  if not record then
+    if repeated(row) then return 'OK', row.n end
+    return 'FENCED', 0
+  end
   if record.n ~= row.n then return 'GAP', record.n end
   local problem = end_job(row.id, row.event, row.stream, row.entry, worker)
   if problem then
