@@ -9,7 +9,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from gllm.protocol import InvalidJob, Job
-from gllm.validate import decode_job
+from gllm.validate import decode_job, shown
 from worker import logs
 from worker.active import ActiveJob
 from worker.connection import cancelled
@@ -29,10 +29,19 @@ class Prepared:
     """What the thread makes of a body."""
 
     def __init__(self, intake: Intake, claimed: Claimed, replay: Replay) -> None:
+        _check_tenant(claimed.tenant)
         self.job: Job = decode_job(claimed.body)
         self.prompt_ids: list[int] = intake.prepare(self.job, claimed.submitted_ms)
         self.reply: ReplyText = intake.reply_text(self.job, self.prompt_ids)
         self.ending: Ending | None = self.reply.push(replay.ids)
+
+
+def _check_tenant(tenant: str | None) -> None:
+    """Raises InvalidJob for one that is no text: read leniently, two tenants could become one and share a cache."""
+    try:
+        (tenant or "").encode()
+    except UnicodeEncodeError:
+        raise InvalidJob(f"tenant: UTF-8 expected, got {shown(tenant)}") from None
 
 
 class Admission:

@@ -131,7 +131,7 @@ class Note(NamedTuple):
 
 
 class ClaimedRow(NamedTuple):
-    """A job as the claim script hands it out."""
+    """A job as the claim script hands it out. Labels that are no UTF-8 have lone surrogates, each its own."""
 
     id: str
     stream: str
@@ -194,7 +194,7 @@ async def claim(
 
 def _claimed(row: list[Any]) -> ClaimedRow:
     id_, stream, entry, epoch, attempts, claims, n, cached, suspect, submitted, taken, body, *rest = row
-    deadline, tenant, affinity, traceparent = [value.decode(errors="replace") or None for value in rest]
+    deadline, tenant, affinity, traceparent = [value.decode(errors="surrogateescape") or None for value in rest]
     return ClaimedRow(
         id=id_.decode(),
         stream=stream.decode(),

@@ -315,6 +315,22 @@ async def test_many_suspects_clear_in_a_moment(crew: ServiceBench) -> None:
     assert time.monotonic() - began < 5
 
 
+async def test_tenants_that_are_no_text_are_refused_and_never_become_one(crew: ServiceBench) -> None:
+    worker = await crew.start()
+    await crew.submit("a", entry={"tenant": b"\xff"})
+    await crew.submit("b", entry={"tenant": b"\xfe"})
+    await crew.submit("good", entry={"tenant": "ü"})
+
+    ends = [(await crew.reply(job_id)).end for job_id in ("a", "b")]
+    await crew.reply("good")
+
+    assert [end.code for end in ends if isinstance(end, Error)] == ["invalid"] * 2
+    assert [end.message for end in ends if isinstance(end, Error)] == [
+        f"tenant: UTF-8 expected, got '\\udc{byte}'" for byte in ("ff", "fe")
+    ]
+    assert [request.tenant for request in worker.engine.added] == ["ü"]
+
+
 async def test_queue_depth_follows_the_queue_while_the_worker_is_full(crew: ServiceBench) -> None:
     """A full worker does not claim; the depth that calls for another worker must not wait for its next claim."""
     engine = FakeEngine(max_sequences=2)
