@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from gllm.protocol import TERMINAL_ENTRY_ID, Done, Error, ReplyEvent, Timings, TokenLogprob, Tokens, Usage, decode_event
 
+MAX_TOKENS = 2**31 - 1  # of a reply, as of `max_tokens`; what a stream calls its entries elsewhere is far beyond
 _ENTRY_ID = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")
 
 
@@ -86,13 +87,13 @@ class Cursor:
     def __init__(self, last_id: str = "0-0", characters: int | None = None) -> None:
         self._seen = _entry_id(last_id)
         self.ended = last_id == TERMINAL_ENTRY_ID
-        self._ids: list[int | None] = [] if self.ended else [None] * self._seen[0]
+        self.n = 0 if self.ended else self._seen[0]  # how many tokens were read
+        if self.n > MAX_TOKENS:
+            raise ValueError(
+                f"last_id: an entry id of a reply like 12-0 expected, got {last_id!r}: no reply is so long"
+            )
+        self._ids: dict[int, int] = {}  # by position, as far as they are known: `last_id` may name any number of tokens
         self._characters = 0 if self._seen[0] == 0 else characters
-
-    @property
-    def n(self) -> int:
-        """How many tokens were read."""
-        return len(self._ids)
 
     def take(self, entry: str, event: ReplyEvent) -> Reply | None:
         """What the entry adds for the reader; None when it adds nothing. Raises Rewound or Hole."""
@@ -113,15 +114,15 @@ class Cursor:
             self._learn_characters(event, known)
             return None
         rest = self._without(entry, event, known)
-        self._ids += rest.ids
+        self._ids.update(enumerate(rest.ids, start=self.n))
+        self.n += len(rest.ids)
         self._characters = rest.at + len(rest.text)
         return self._shown(entry, rest)
 
     def _compare(self, entry: str, event: Tokens, known: int) -> None:
         for position, token in enumerate(event.ids[:known], start=event.first):
-            if self._ids[position] not in (None, token):
-                raise Rewound(f"entry {entry}: token {position} was {self._ids[position]} and is now {token}")
-            self._ids[position] = token
+            if (known_as := self._ids.setdefault(position, token)) != token:
+                raise Rewound(f"entry {entry}: token {position} was {known_as} and is now {token}")
 
     def _learn_characters(self, event: Tokens, known: int) -> None:
         if self._characters is None and event.first + known == self.n:
@@ -147,8 +148,11 @@ class Cursor:
         )
 
     def _end(self, event: Done | Error) -> None:
-        if isinstance(event, Done) and event.usage.completion_tokens > self.n:
-            raise Hole(f"the reply ended after {event.usage.completion_tokens} tokens, {self.n} of them in the stream")
+        count = event.usage.completion_tokens if isinstance(event, Done) else self.n
+        if count > self.n:
+            raise Hole(f"the reply ended after {count} tokens, {self.n} of them in the stream")
+        if count < self.n:
+            raise Rewound(f"the reply ended after {count} tokens, {self.n} of it were read before")
         self.ended = True
 
     def _shown(self, entry: str, event: ReplyEvent) -> Reply:

@@ -1,6 +1,7 @@
 """The bookkeeping of a reply, without a server."""
 
 import random
+import tracemalloc
 
 import pytest
 
@@ -132,6 +133,30 @@ def test_cursor_shows_marks_behind_its_place_only(last_id: str) -> None:
 def test_cursor_refuses_an_id_that_is_none(last_id: str) -> None:
     with pytest.raises(ValueError, match="last_id: an entry id like 12-0 expected"):
         Cursor(last_id)
+
+
+@pytest.mark.parametrize("last_id", ["1764461000000-0", "2147483648-0", "18446744073709551615-0"])
+def test_cursor_refuses_a_place_beyond_any_reply(last_id: str) -> None:
+    """An ordinary Redis id, a time in milliseconds, is easily given by mistake."""
+    with pytest.raises(ValueError, match=f"last_id: an entry id of a reply like 12-0 expected, got '{last_id}'"):
+        Cursor(last_id)
+
+
+def test_cursor_takes_memory_for_what_is_in_the_stream_only() -> None:
+    tracemalloc.start()
+    try:
+        cursor = Cursor("2147483647-0")
+        assert take(cursor, tokens(0, 4)) is None
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_cursor_raises_rewound_when_the_reply_ends_before_its_place() -> None:
+    cursor = Cursor("7-0")
+    take(cursor, tokens(0, 4))
+    with pytest.raises(Rewound, match="ended after 4 tokens, 7 of it were read before"):
+        cursor.take(TERMINAL_ENTRY_ID, done(4))
 
 
 @pytest.mark.parametrize("seed", range(30))
