@@ -30,7 +30,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     queue: str = "default"
     device: Device = "auto"
     dtype: Dtype = "auto"
-    prefix_cache: bool = False
+    prefix_cache: bool = True
     share_across_tenants: bool = False
     deterministic: Literal["auto"] | bool = "auto"
     block_size: int = 16
