@@ -269,7 +269,7 @@ async def requeue(redis: Redis, base: str, letter: str) -> str:
 
 def by_priority(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
     """Sums of what was counted per stream (short names); 0 for a priority without any."""
-    sums = dict.fromkeys(PRIORITIES, 0)
+    sums: dict[str, int] = dict.fromkeys(PRIORITIES, 0)
     for stream, count in counts:
         sums[stream.split(":")[1]] += count
     return sums

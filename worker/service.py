@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 
 import structlog
@@ -23,7 +24,7 @@ from worker.metrics import Metrics
 from worker.models import ModelError
 from worker.queue import Queue, QueueMismatch
 from worker.running import Clients, Running, Shutdown
-from worker.startup import Model, RedisRefused, join_queue, load_model
+from worker.startup import Model, RedisRefused, begin_aside, join_queue, load_model
 
 OK, FAILED, REFUSED = 0, 1, 2  # exit status: ended as asked; died with work to do; could not even start
 PHASE_SECONDS = 0.1  # how soon the end of a loading phase is logged
@@ -33,14 +34,17 @@ BELL_TIMEOUT = BLOCK_MS / 1000 + 2.0  # a blocking read must outlast its BLOCK
 def run(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT; the exit status of the process."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_run(settings))
+        status, loading = runner.run(_run(settings))
+    if loading:  # a download cannot be stopped, and the interpreter's own way out would wait for its threads
+        os._exit(status)
+    return status
 
 
-async def _run(settings: Settings) -> int:
+async def _run(settings: Settings) -> tuple[int, bool]:
     service = Service(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, service.shutdown.signal)
-    return await service.run()
+    return await service.run(), service.loading
 
 
 class Service:
@@ -59,7 +63,13 @@ class Service:
         self._bridge = bridge or Bridge()
         self._told = 0  # phases of its loading that are in the log
         self._load = load
+        self._loader: threading.Thread | None = None
         self._log = structlog.get_logger()
+
+    @property
+    def loading(self) -> bool:
+        """Whether the model is still being found; that goes on even when `run` is over."""
+        return self._loader is not None and self._loader.is_alive()
 
     async def run(self) -> int:
         """Start, serve, drain; the exit status."""
@@ -109,7 +119,8 @@ class Service:
         """Load the engine and wait for Redis, side by side."""
         settings = self.settings
         self.health.to("starting", "loading the model")
-        model = await asyncio.to_thread(self._load, settings.model)
+        self._loader, found = begin_aside(self._load, settings.model)
+        model = await found
         self._log.info(logs.MODEL_LOADING, path=str(model.path), digest=model.digest)
         queue = Queue(clients.main, Keys(settings.queue), self.name, lease=settings.lease)
         eos = tuple(sorted(model.tokenizer.eos_ids))

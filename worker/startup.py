@@ -1,7 +1,11 @@
 """What happens before a worker serves: its model is found, Redis is waited for, the queue is joined."""
 
 import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 from msgspec import Struct
@@ -16,6 +20,8 @@ from worker.queue import Queue
 from worker.tokenizer import Tokenizer, load_tokenizer
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between attempts to reach Redis; there is no last attempt
+
+T = TypeVar("T")
 
 
 class Model(Struct, frozen=True):
@@ -35,6 +41,22 @@ def load_model(name: str) -> Model:
     path = resolve_model(name)
     tokenizer = load_tokenizer(path)
     return Model(path, tokenizer, model_digest(path, tokenizer.digest))
+
+
+def begin_aside(function: Callable[[str], T], argument: str) -> tuple[threading.Thread, asyncio.Future[T]]:
+    """Call in a thread that the end of the loop does not wait for, as it does for those of `asyncio.to_thread`."""
+    outcome = Future[T]()
+    outcome.set_running_or_notify_cancel()  # so that a cancelled wait leaves it to the thread
+
+    def work() -> None:
+        try:
+            outcome.set_result(function(argument))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=work, name=function.__name__, daemon=True)
+    thread.start()
+    return thread, asyncio.wrap_future(outcome)
 
 
 async def join_queue(queue: Queue, url: str, model: str) -> None:

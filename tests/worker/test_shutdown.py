@@ -1,6 +1,9 @@
 """How a worker ends: drain, grace time, second signal, and an engine that dies or hangs."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -114,3 +117,31 @@ async def test_sigterm_while_starting_ends_at_once(crew: ServiceBench) -> None:
     await asyncio.sleep(0)
 
     assert await worker.stop() == OK
+
+
+DOWNLOADING = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from worker import service, startup
+from worker.config import Settings
+
+def download(name):
+    with ThreadPoolExecutor(1) as pool:  # as the hub's client does
+        pool.submit(print, "downloading", flush=True)
+        pool.submit(threading.Event().wait).result()
+
+startup.resolve_model = download
+raise SystemExit(service.run(Settings(model="far/away", metrics_port=0)))
+"""
+
+
+def test_sigterm_ends_a_worker_whose_download_cannot_be_stopped() -> None:
+    command = [sys.executable, "-c", DOWNLOADING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as worker:
+        assert worker.stdout is not None
+        try:
+            assert any(line == "downloading\n" for line in worker.stdout)
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(10) == OK
+        finally:
+            worker.kill()
