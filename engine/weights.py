@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,13 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.checkpoint import INDEX, files_of, fingerprint, shards_of
 from engine.errors import ModelError
-from engine.modelconfig import ModelConfig, load_config, read_json
+from engine.modelconfig import ModelConfig, load_config
 
 REDUNDANT_SUFFIX = ".rotary_emb.inv_freq"  # a buffer that old checkpoints carry; it follows from the configuration
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INDEX = "model.safetensors.index.json"
-SAMPLE_BYTES, SAMPLES = 1 << 16, 64  # what is hashed of a weight file: enough to tell checkpoints apart, not 16 GB
 
 
 class Source(Protocol):
@@ -39,7 +37,7 @@ class SafetensorsSource:
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, Path] = {}
         placed: dict[str, Path] = {}
-        for path, expected in _shards(directory):
+        for path, expected in shards_of(directory):
             handle = stack.enter_context(_open_shard(path))
             held = set(handle.keys())
             if missing := sorted(expected - held):
@@ -48,8 +46,7 @@ class SafetensorsSource:
             self._file_of.update(dict.fromkeys(held, path))
             placed.update(dict.fromkeys(expected, path))
         self._file_of.update(placed)
-        self.paths = [Path(name) for name in self._files]
-        self.place = str(directory / INDEX if placed else self.paths[0])
+        self.place = str(directory / INDEX) if placed else next(iter(self._files))
 
     def names(self) -> set[str]:
         return set(self._file_of)
@@ -63,25 +60,6 @@ class SafetensorsSource:
 
     def where(self, name: str) -> str:
         return str(self._file_of[name])
-
-
-def _shards(directory: Path) -> list[tuple[Path, set[str]]]:
-    """The files of a checkpoint with the tensors that the index places in each (none if there is no index)."""
-    index = directory / INDEX
-    if not index.exists():
-        path = directory / "model.safetensors"
-        if not path.exists():
-            raise ModelError(f"{path}: no such file, and no {index.name} beside it")
-        return [(path, set())]
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index}: weight_map: an object expected, got {weight_map!r}")
-    shards: dict[str, set[str]] = {}
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
-            raise ModelError(f"{index}: {name} is placed in {file!r}, which is no file name in this directory")
-        shards.setdefault(file, set()).add(name)
-    return [(directory / file, names) for file, names in sorted(shards.items())]
 
 
 def _open_shard(path: Path) -> Any:
@@ -151,25 +129,11 @@ def open_checkpoint(model: str) -> Iterator[tuple[ModelConfig, Source, str]]:
         if path.is_dir():
             config = load_config(path)
             source = SafetensorsSource(path, stack)
-            yield config, source, fingerprint([path / "config.json", *source.paths])
+            yield config, source, fingerprint(files_of(path))
         elif path.is_file():
             from engine.gguf import GgufSource  # the gguf package is needed for GGUF files only
 
             gguf = GgufSource(path)
-            yield gguf.config, gguf, fingerprint([path])
+            yield gguf.config, gguf, fingerprint(files_of(path))
         else:
             raise ModelError(f"{path}: no such model directory or .gguf file")
-
-
-def fingerprint(paths: list[Path]) -> str:
-    """A digest of checkpoint files: sizes, heads, tails, and samples spread evenly. 32 hex digits."""
-    digest = blake2b(digest_size=16)
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{size}\0".encode())
-        with path.open("rb") as file:
-            step = max(SAMPLE_BYTES, size // SAMPLES)
-            for offset in [*range(0, size, step), max(0, size - SAMPLE_BYTES)]:
-                file.seek(offset)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()

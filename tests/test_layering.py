@@ -25,9 +25,11 @@ THIRD_PARTY_AT_IMPORT = {
 }
 TORCH_FREE = (
     "config", "errors", "request", "wire", "sequence", "blocks", "plan", "counters", "scheduler", "validate",
-    "modelconfig", "gguf_head",
+    "modelconfig", "gguf_head", "checkpoint",
 )  # fmt: skip
-SEEN_BY_WORKER = {"engine.config", "engine.errors", "engine.gguf_head", "engine.request", "engine.wire"}
+SEEN_BY_WORKER = {
+    "engine.checkpoint", "engine.config", "engine.errors", "engine.gguf_head", "engine.request", "engine.wire",
+}  # fmt: skip
 NEVER = {"engine": {"redis", "asyncio"}, "kernels": {"redis", "asyncio"}, "worker": {"torch"}, "gllm": {"torch"}}
 
 

@@ -11,10 +11,10 @@ import structlog
 from msgspec import Struct
 from redis.exceptions import RedisError
 
+from engine.checkpoint import files_of, fingerprint
 from gllm.connection import redact
 from worker import logs
 from worker.connection import cancelled, classify
-from worker.digest import model_digest
 from worker.models import resolve_model
 from worker.queue import Queue
 from worker.tokenizer import Tokenizer, load_tokenizer
@@ -41,6 +41,11 @@ def load_model(name: str) -> Model:
     path = resolve_model(name)
     tokenizer = load_tokenizer(path)
     return Model(path, tokenizer, model_digest(path, tokenizer.digest))
+
+
+def model_digest(path: Path, tokenizer_digest: str) -> str:
+    """What all workers of a queue have in common: 32 hex digits of tokenizer, configuration and weights."""
+    return fingerprint(files_of(path), tokenizer_digest.encode())
 
 
 def begin_aside(function: Callable[[str], T], argument: str) -> tuple[threading.Thread, asyncio.Future[T]]:

@@ -9,11 +9,11 @@ from redis import exceptions as errors
 
 from gllm.protocol import ReplyEvent, Resume, Start, TokenLogprob, Tokens, encode_event
 from worker.connection import cancelled, classify
-from worker.digest import model_digest
 from worker.health import Health
 from worker.link import Link
 from worker.metrics import Metrics
 from worker.replay import Replay, replay
+from worker.startup import model_digest
 
 FAULTS = {
     "transient": [
@@ -144,5 +144,6 @@ def test_digest_of_a_model_depends_on_weights_config_and_tokenizer(tmp_path: Pat
 
     assert len(digests) == 5
     (tmp_path / "README.md").write_text("x")
+    (tmp_path / "adapter.safetensors").write_text("neither the index nor its absence names this one")
     assert model_digest(tmp_path, "t") in digests
     assert len(model_digest(weights, "t")) == 32
