@@ -1,4 +1,4 @@
-"""Which files a checkpoint consists of, and their fingerprint, by which worker and engine tell models apart. No torch."""
+"""Which files a checkpoint consists of, and their fingerprint: worker and engine tell models apart by it. No torch."""
 
 from hashlib import blake2b
 from pathlib import Path
