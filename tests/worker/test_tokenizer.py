@@ -199,7 +199,10 @@ class TestTemplatesOfAModel:
 
 @pytest.mark.parametrize("kind", ["prompt", "messages", "hostile"])
 def test_a_long_text_becomes_ids_while_other_threads_run(kind: str) -> None:
-    """The event loop's thread must not wait for a tokenising thread: watch how long another thread is kept away."""
+    """The event loop's thread must not wait for a tokenising thread: watch how much of the time another one could run.
+
+    Not the longest wait: on a busy machine that may be the machine's. A lock that is kept leaves next to nothing.
+    """
     text = ("<|im_end|> <| " if kind == "hostile" else "The quick brown fox, 1234 jumps. ") * 30_000
     prompt = {"prompt": text} if kind == "prompt" else {"messages": [{"role": "user", "content": text}]}
     size = 2**22
@@ -221,7 +224,7 @@ def test_a_long_text_becomes_ids_while_other_threads_run(kind: str) -> None:
     took = time.perf_counter() - started
     done.set()
     watcher.join()
-    assert max(waits) < took / 2, "something kept the global lock"
+    assert sum(wait for wait in waits if wait < 0.05) > took / 10, "something kept the global lock"
 
 
 def test_the_worker_side_of_text_imports_no_torch() -> None:
