@@ -214,6 +214,23 @@ async def test_key_of_another_type_becomes_a_dead_letter_and_stops_nobody(bench:
     assert await bench.pending() == 2
 
 
+async def test_reply_that_somebody_else_wrote_to_ends_with_an_error_and_not_as_if_all_were_published(
+    bench: QueueBench,
+) -> None:
+    worker = await bench.worker()
+    await bench.redis.xadd(bench.keys.out("bad"), {"d": "x"})
+    await bench.redis.expire(bench.keys.out("bad"), 60)
+    await bench.submit("bad")
+    await bench.submit("good")
+
+    assert await ids(bench, worker) == ["good"]
+    (letter,) = await bench.letters()
+    assert b"FOREIGN" in letter[b"error"]
+    last, fields = (await bench.redis.xrevrange(bench.keys.out("bad"), count=1))[0]
+    assert last == TERMINAL_ENTRY_ID.encode()
+    assert b'"type":"error"' in fields[b"d"]
+
+
 async def test_dead_of_another_type_is_noted_and_the_entry_still_goes(bench: QueueBench) -> None:
     worker = await bench.worker()
     await bench.redis.set(bench.keys.dead, "text", ex=60)

@@ -7,6 +7,7 @@ local RELEASED = '-released'
 local DAY_MS = 24 * 3600 * 1000
 local REPLY_LIFE_MS = 10 * 60 * 1000
 local TERMINAL = '9007199254740991-0'
+local MAX_TOKENS = 2147483647 -- of a reply; a larger entry id is a clock's, from an XADD * by somebody else
 local MAX_DEAD_BODY = 64 * 1024
 local TRANSIENT = {OOM = true, MISCONF = true, READONLY = true, LOADING = true, MASTERDOWN = true, CLUSTERDOWN = true,
                    TRYAGAIN = true, NOREPLICAS = true}
@@ -65,11 +66,14 @@ local function end_trial(worker, id)
   if redis.call('HGET', key, 'trial') == id then redis.call('HDEL', key, 'trial') end
 end
 
--- The last entry id of a reply stream as token count and sequence number, or nil. Raises when the key is no stream.
+-- The last entry id of a reply stream as token count and sequence number, or nil. Raises for no stream, or not ours.
 local function last_of(id)
   local last = redis.call('XREVRANGE', base .. 'out:' .. id, '+', '-', 'COUNT', 1)[1]
   if not last then return nil end
   local n, sequence = last[1]:match('^(%d+)-(%d+)$')
+  if tonumber(n) > MAX_TOKENS and last[1] ~= TERMINAL then
+    error({err = 'FOREIGN out:' .. id .. ' ends with ' .. last[1] .. ', which no worker wrote'}, 0)
+  end
   return tonumber(n), tonumber(sequence), last[1]
 end
 
