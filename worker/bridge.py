@@ -39,6 +39,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)  # where our packages are, al
 # Threads that wait for the next product spin for some 20 us, then sleep: spinning longer turns a busy neighbour on one
 # core into steps of ten times the length, not spinning doubles them on an idle one. And huge pages.
 ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "THP_MEM_ALLOC_ENABLE": "1"}
+CHILD = "engine.child"  # the module that is the engine's process; a benchmark puts a stand-in here
 STOP_SECONDS = 5.0  # a step may still be running when the child is told to stop
 _log = structlog.get_logger("gllm")
 
@@ -163,7 +164,7 @@ class Bridge:
                 sys.executable,
                 "-P",  # never import from the current directory
                 "-m",
-                "engine.child",
+                CHILD,
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,

@@ -27,7 +27,7 @@ class EmbeddedServerError(RuntimeError):
 def embedded_server(directory: Path | str) -> Iterator[str]:
     """A running server with its log in `directory`; yields its URL, stops it afterwards. Raises EmbeddedServerError."""
     binary = valkey_binary()
-    with _valkey(binary, Path(directory)) if binary else _fake() as url:
+    with real_server(binary, Path(directory)) if binary else _fake() as url:
         yield url
 
 
@@ -41,7 +41,8 @@ def valkey_binary() -> Path | None:
 
 
 @contextmanager
-def _valkey(binary: Path, directory: Path) -> Iterator[str]:
+def real_server(binary: Path, directory: Path) -> Iterator[str]:
+    """A running server of this binary, which may also be a redis-server; its log lies in `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     process, port = _started(binary, directory)
     try:
