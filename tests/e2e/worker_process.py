@@ -17,7 +17,10 @@ START_SECONDS = 90.0  # loading torch alone takes seconds, and other tests may b
 
 
 class WorkerProcess:
-    """One worker. `wrap` are words to put before the command; the worker then is that command's child."""
+    """One worker. `wrap` are words to put before the command; the worker then is that command's child.
+
+    `command`: what to run instead of the installed `gllm`.
+    """
 
     def __init__(
         self,
@@ -25,12 +28,13 @@ class WorkerProcess:
         *flags: str,
         environment: Mapping[str, str] | None = None,
         wrap: Sequence[str] = (),
+        command: Sequence[str] = (COMMAND,),
     ) -> None:
         self._log = log
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("GLLM_")}
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [*wrap, COMMAND, "worker", *flags],
+                [*wrap, *command, "worker", *flags],
                 stderr=stderr,
                 stdout=subprocess.DEVNULL,
                 stdin=subprocess.DEVNULL,
