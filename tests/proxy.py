@@ -10,7 +10,8 @@ LOADING = b"-LOADING Redis is loading the dataset in memory\r\n"
 class Proxy:
     """Passes bytes on, unless told otherwise.
 
-    Set `swallow`: nothing goes either way, connections stay. `loading`: every command is answered with LOADING.
+    Set `swallow`: nothing goes either way, connections stay. `loading`: every command is answered with LOADING
+    (`loadings` counts them).
     `cut`: how likely an answer is lost together with its connection, after the server has done the work.
     """
 
@@ -22,6 +23,7 @@ class Proxy:
         self._open = asyncio.Event()
         self._open.set()
         self.loading = False
+        self.loadings = 0
         self.cut = 0.0
         self.cuts = 0
 
@@ -84,6 +86,7 @@ class Proxy:
         while data := await reader.read(65536):
             await self._open.wait()
             if self.loading:
+                self.loadings += 1
                 writer.write(LOADING * data.count(b"*", 0, 1))
             else:
                 forth.write(data)
