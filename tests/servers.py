@@ -56,6 +56,10 @@ class Server:
                     assert time.monotonic() < end, f"{self.binary} does not answer on port {self.port}"
                     time.sleep(0.02)
 
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
     def stop(self, *, kill: bool = False) -> None:
         if self.process is not None:
             self.process.kill() if kill else self.process.terminate()
