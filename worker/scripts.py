@@ -8,11 +8,13 @@ from hashlib import sha1
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
+import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
 from gllm.keys import PRIORITIES
 
+_json = msgspec.json.Encoder()
 FOLDER = Path(__file__).parent / "lua"
 Status = Literal["OK", "CANCEL", "FENCED", "GAP", "GONE", "ERR"]
 
@@ -217,12 +219,13 @@ def _claimed(row: list[Any]) -> ClaimedRow:
 
 async def append(redis: Redis, base: str, worker: str, rows: Sequence[AppendRow]) -> list[Answer]:
     """Publish events; OK, CANCEL, FENCED, GAP or ERR for each row."""
-    return _pairs(await _append(redis, [base], (worker, *_flat(rows))))
+    wire = [(*row[:5], row.event.decode(), row.cached_tokens) for row in rows]
+    return _lines(await _append(redis, [base], (worker, _json.encode(wire))))
 
 
 async def finish(redis: Redis, base: str, worker: str, rows: Sequence[FinishRow]) -> list[Answer]:
     """End jobs; OK, FENCED, GAP or ERR for each row."""
-    return _pairs(await _finish(redis, [base], (worker, *_flat(rows))))
+    return _lines(await _finish(redis, [base], (worker, *_flat(rows))))
 
 
 async def renew(
@@ -283,10 +286,11 @@ def _flat(rows: Iterable[Iterable[Any]]) -> list[Any]:
     return [value for row in rows for value in row]
 
 
-def _answer(status: bytes, n: int = 0) -> Answer:
+def _answer(status: bytes) -> Answer:
     word, _, text = status.decode(errors="replace").partition(" ")
-    return Answer(word, n, text)  # type: ignore[arg-type]
+    return Answer(word, text=text)  # type: ignore[arg-type]
 
 
-def _pairs(reply: list[Any]) -> list[Answer]:
-    return [_answer(status, n) for status, n in zip(reply[::2], reply[1::2], strict=True)]
+def _lines(reply: bytes) -> list[Answer]:
+    found = [line.split(" ", 2) for line in reply.decode(errors="replace").split("\n")]
+    return [Answer(word, int(n), *text) for word, n, *text in found]  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import pytest
 from gllm.protocol import Done, Error, Tokens
 from tests.servers import first_kind
 from tests.worker.fake_engine import FakeEngine, script, text_of
+from tests.worker.queue_bench import QueueBench, tokens
 from tests.worker.service_bench import ServiceBench
 from worker.queue import Queue
 
@@ -168,3 +169,32 @@ async def test_minus_infinity_is_written_as_a_number(crew: ServiceBench) -> None
     assert first.logprobs is not None
     assert first.logprobs[0].logprob == -9999.0
     assert not isinstance(reply.end, Error)
+
+
+async def test_wish_to_cancel_one_job_of_a_flush_is_told_for_that_job_alone(bench: QueueBench) -> None:
+    queue = await bench.worker()
+    for job_id in ("a", "b", "c"):
+        await bench.submit(job_id)
+    jobs = await bench.claimed(queue)
+    await bench.redis.set(bench.keys.cancel("b"), 1, ex=60)
+
+    answers = await queue.append([tokens(job, 0, 1) for job in jobs])
+
+    assert {job.id: answer.status for job, answer in zip(jobs, answers, strict=True)} == {
+        "a": "OK",
+        "b": "CANCEL",
+        "c": "OK",
+    }
+    assert [await bench.field(job.id, "n") for job in jobs] == ["1", "1", "1"]
+
+
+async def test_rows_beyond_one_look_at_the_wishes_are_published_and_one_is_cancelled(bench: QueueBench) -> None:
+    """More rows than the script asks about at a time, also than Lua's stack holds."""
+    queue = await bench.worker()
+    job = await bench.one(queue)
+    await bench.redis.set(bench.keys.cancel("a"), 1, ex=60)
+    strangers = [tokens(job, 0, 1)._replace(id=f"stranger-{n}") for n in range(9000)]
+
+    answers = await queue.append([*strangers, tokens(job, 0, 1)])
+
+    assert [answer.status for answer in answers] == ["FENCED"] * 9000 + ["CANCEL"]

@@ -34,6 +34,14 @@ local function guarded(f, ...)
   return text
 end
 
+-- A script's answer about one row: f returns status, n and, for an ERR, its text; or it raises.
+local function answer(f, row)
+  local status, n, text
+  local problem = guarded(function() status, n, text = f(row) end)
+  if problem then status, n, text = 'ERR', 0, problem end
+  return ('%s %d%s'):format(status, n, text and ' ' .. text:gsub('%c', ' ') or '')
+end
+
 -- A value as it may stand in a message: short, printable, and so always valid JSON.
 local function shown(value)
   return "'" .. (tostring(value):sub(1, 64):gsub('[^\32-\126]', '?')) .. "'"

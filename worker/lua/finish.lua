@@ -1,11 +1,11 @@
 -- Ends jobs: terminal event, record, entry and cancel wish, each job in one go.
 -- KEYS[1]  the queue's prefix
 -- ARGV[1]  worker; then 6 per row: id, epoch, n, stream, entry, event
--- Returns  status and n, flat, per row:
+-- Returns  a line per row: status, n and, after an ERR, its text
 --   OK       ended, with exactly one terminal event (also when this row had ended it before)
 --   FENCED   the job is not this worker's any more (or had ended otherwise): drop it silently
 --   GAP      Redis has n tokens, not the reply's: append from n, then finish again
---   ERR <text>  ended, but its reply could not be written; there is a dead letter
+--   ERR      ended, but its reply could not be written; there is a dead letter
 
 local worker = ARGV[1]
 
@@ -28,7 +28,7 @@ local function finish(row)
   if problem then
     bury({reason = 'unpublishable', error = problem, attempts = record.attempts, worker = worker, stream = row.stream,
           fields = {id = row.id}})
-    return 'ERR ' .. problem, record.n
+    return 'ERR', record.n, problem
   end
   return 'OK', record.n
 end
@@ -37,9 +37,6 @@ local answers = {}
 for i = 2, #ARGV, 6 do
   local row = {id = ARGV[i], epoch = ARGV[i + 1], n = tonumber(ARGV[i + 2]), stream = ARGV[i + 3], entry = ARGV[i + 4],
                event = ARGV[i + 5]}
-  local status, n
-  local problem = guarded(function() status, n = finish(row) end)
-  answers[#answers + 1] = problem and 'ERR ' .. problem or status
-  answers[#answers + 1] = n or 0
+  answers[#answers + 1] = answer(finish, row)
 end
-return answers
+return table.concat(answers, '\n')
