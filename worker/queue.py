@@ -20,6 +20,7 @@ MAX_CLAIMS = 32  # backstop for what no charge catches, like a job that dies aft
 MAX_WANT = 16  # jobs a claim: the next worker that asks should find some, too
 REVERSED_EVERY = 8  # a claim in eight looks at low first, so that high cannot starve it for ever
 SCAN_SECONDS = 1.0  # the scan walks all pending entries: not more often than this, however short the lease
+LEFT_SECONDS = 0.1  # but soon again when it left some for want of room: their clients wait in the middle of a reply
 
 
 class QueueMismatch(Exception):
@@ -155,6 +156,8 @@ class Queue:
             active=active,
         )
         self._answer_lost = own and reply.more
+        if reply.left:
+            self._next_scan = min(self._next_scan, time.monotonic() + LEFT_SECONDS)
         self.clock.set(reply.now_ms)
         return self._reply(reply)
 

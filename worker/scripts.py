@@ -164,6 +164,7 @@ class Claim(NamedTuple):
     streams: list[StreamState]
     jobs: list[ClaimedRow]
     notes: list[Note]
+    left: bool
 
 
 async def claim(
@@ -181,7 +182,7 @@ async def claim(
 ) -> Claim:
     """Hand out at most `want` jobs. `limits`: charged attempts and claims; `streams`: short names in scan order."""
     args = (worker, want, lease_ms, int(expired), int(own), *limits, *active)
-    now_ms, more, suspects, groups, bell, states, jobs, notes = await _claim(redis, _keys(base, streams), args)
+    now_ms, more, suspects, groups, bell, states, jobs, notes, left = await _claim(redis, _keys(base, streams), args)
     return Claim(
         now_ms=now_ms,
         more=bool(more),
@@ -191,6 +192,7 @@ async def claim(
         streams=[StreamState(name.decode(), last.decode(), waiting) for name, last, waiting in states],
         jobs=[_claimed(row) for row in jobs],
         notes=[Note(*(text.decode(errors="replace") for text in note)) for note in notes],
+        left=bool(left),
     )
 
 

@@ -1,12 +1,13 @@
 """The claim script: expired leases, lost answers, lost records, replies, entries and groups."""
 
+import asyncio
 import time
 
 import pytest
 
 from gllm.protocol import TERMINAL_ENTRY_ID
 from tests.worker.queue_bench import QueueBench, finish, kinds, publish, tokens, until
-from worker.queue import Queue
+from worker.queue import LEFT_SECONDS, Queue
 
 
 async def ids(bench: QueueBench, worker: Queue, want: int = 16, active: tuple[str, ...] = ()) -> list[str]:
@@ -183,3 +184,24 @@ async def test_running_job_is_not_taken_from_its_live_worker_when_the_group_was_
     (entry,) = await bench.redis.xpending_range(bench.keys.jobs("normal", 0), "workers", "-", "+", 1)
     assert entry["consumer"] == b"owner"
     assert (await publish(owner, job, 0, 1)).status == "OK"
+
+
+async def test_expired_jobs_left_for_want_of_room_come_before_new_ones_and_low_ones_have_their_turn(
+    bench: QueueBench,
+) -> None:
+    """A busy worker claims one job at a time. Between two of them it must not wait as long as between two scans."""
+    lost, busy = await bench.worker("lost", lease=9.0), await bench.worker("busy", lease=9.0, scan_seconds=9.0)
+    old = [f"old-{n}" for n in range(10)]
+    for name in old:
+        await bench.submit(name, "low" if name == "old-9" else "normal")
+    assert len(await bench.claimed(lost)) == len(old)
+    await bench.idle(lost)
+    for n in range(10):
+        await bench.submit(f"new-{n}")
+
+    taken: list[str] = []
+    for _ in old:
+        taken += [job.id for job in (await busy.claim(1, taken)).jobs]
+        await asyncio.sleep(LEFT_SECONDS)
+
+    assert taken == [*old[:7], "old-9", *old[7:9]]

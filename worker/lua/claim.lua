@@ -3,7 +3,7 @@
 -- ARGV[1]  worker   ARGV[2] want: the most jobs to hand out   ARGV[3] lease in ms
 -- ARGV[4]  '1' to scan for expired entries too   ARGV[5] '1' to take up own pending entries that are not active
 -- ARGV[6]  limit of charged attempts   ARGV[7] limit of claims; ARGV[8…] ids of the jobs active in this worker
--- Returns  {now in ms, more, suspects, groups, last id of the bell, streams, jobs, notes}
+-- Returns  {now in ms, more, suspects, groups, last id of the bell, streams, jobs, notes, left}
 --   more      1: stopped before everything was dealt with     suspects  number of suspects left for later
 --   groups    number of groups that were lost and made again
 --   streams   per stream: name, last id delivered (read on from it), number of waiting entries
@@ -12,6 +12,7 @@
 --   notes     per event: kind, id, text. Ended here: cancelled deadline invalid unsupported too_large max_attempts.
 --             Dropped: duplicate ended vanished. Others: delayed promoted dead_letter unburied (the dead letter could not
 --             be written) stream (a key of the queue is not what it should be)
+--   left      1: expired entries were left for want of room
 -- Error words: none of its own. A lost group is made again at id 0; a stream of another type becomes a note.
 
 local MAX_REPLY_BYTES = 16 * 1024 * 1024
@@ -27,7 +28,7 @@ for i = 8, #ARGV do active[ARGV[i]] = true end
 
 local now = now_ms()
 local jobs, notes = {}, {}
-local bytes, handled, suspects, groups, more = 0, 0, 0, 0, false
+local bytes, handled, suspects, groups, more, left = 0, 0, 0, 0, false, false
 
 local function note(kind, id, text) notes[#notes + 1] = {kind, id or '', text or ''} end
 
@@ -218,7 +219,7 @@ local function recover(stream, idle, consumer)
     local found = redis.call('XPENDING', base .. stream, GROUP, 'IDLE', idle, start, '+', PAGE, unpack(of))
     for _, pending in ipairs(found) do
       if full() then
-        more = true
+        more, left = true, left or consumer == nil
         return
       end
       local entry = redis.call('XRANGE', base .. stream, pending[1], pending[1])[1]
@@ -289,4 +290,4 @@ guarded(function()
   local last = redis.call('XREVRANGE', base .. 'bell', '+', '-', 'COUNT', 1)[1]
   if last then bell = last[1] end
 end)
-return {now, more and 1 or 0, suspects, groups, bell, states, jobs, notes}
+return {now, more and 1 or 0, suspects, groups, bell, states, jobs, notes, left and 1 or 0}
