@@ -10,16 +10,37 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from gllm.connection import connect
 from gllm.keys import Keys
 from gllm.protocol import Done, Error, ReplyEvent, Start, decode_event
+from tests.docs.pages import Page
 from tests.proxy import Proxy
+from tests.servers import Server
 from tests.worker.fake_engine import FakeEngine
+from tests.worker.queue_bench import QueueBench
 from tests.worker.service_bench import ServiceBench
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "producer.sh"
 SLOW = 0.02  # seconds a token: time to look at a reply in the middle
 
 pytestmark = pytest.mark.skipif(shutil.which("redis-cli") is None, reason="no redis-cli here")
+
+
+async def test_commands_of_the_protocol_page_work(own_server: Server) -> None:
+    """Word for word, in one shell, where redis-cli finds the server of the test."""
+    commands = "\n".join(Page("docs/protocol.md").blocks("sh"))
+    assert all(word in commands for word in ("XADD", "XREAD", "SET"))
+    async with connect(own_server.url) as redis:
+        crew = ServiceBench(QueueBench(redis, Keys("default")), own_server.url)
+        await crew.start()
+        local = f'set -eu\nredis-cli() {{ command redis-cli -p {own_server.port} -e "$@"; }}\n{commands}'
+        shell = await asyncio.create_subprocess_exec("bash", "-c", local, stdout=PIPE)
+        async with asyncio.timeout(30):
+            said, _ = await shell.communicate()
+        assert shell.returncode == 0
+        assert b'"type":"start"' in said
+        assert (await crew.reply("job1")).end.finish_reason in ("length", "cancelled")
+        await crew.close()
 
 
 class Shell:
