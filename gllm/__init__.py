@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gllm.client import Client, QueueFull
+    from gllm.client import Client, NotReplicated, QueueFull
     from gllm.keys import Keys
     from gllm.protocol import Done, Error, InvalidJob, Job, Message, Resume, Start, Timings, TokenLogprob, Tokens, Usage
     from gllm.reply import Hole, JobFailed, Reply, ReplyError, ReplyExpired, Result, Rewound
@@ -29,6 +29,7 @@ __all__ = [
     "JobFailed",
     "Keys",
     "Message",
+    "NotReplicated",
     "QueueFull",
     "Reply",
     "ReplyError",
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "client": ("Client", "QueueFull"),
+    "client": ("Client", "NotReplicated", "QueueFull"),
     "keys": ("Keys",),
     "protocol": (
         *("Done", "Error", "InvalidJob", "Job", "Message"),

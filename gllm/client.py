@@ -4,32 +4,46 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from datetime import datetime, timedelta
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gllm.connection import Patience, connect
-from gllm.keys import JOB_ID, PRIORITIES, Keys, shard_of
-from gllm.protocol import VERSION, InvalidJob, Job, ReplyEvent
+from gllm.connection import connect
+from gllm.entry import When, checked_id, checked_labels, checked_priority, checked_times, one_job
+from gllm.faults import Patience
+from gllm.keys import Keys, shard_of
+from gllm.protocol import VERSION, Job, ReplyEvent
 from gllm.reply import Assembly, Cursor, Reply, ReplyExpired, Result, read_entry
-from gllm.validate import encoded, job_from, shown
+from gllm.validate import encoded
 
 BLOCK_SECONDS = 2.0  # one blocking read; between two of them an expired reply and a passed timeout are noticed
 READ_MARGIN_SECONDS = 5.0  # a blocking read that is this late has lost its connection
 READ_ENTRIES = 128  # per read, so that a long reply is not held in memory twice
 SHARDS_SECONDS = 60.0  # how long the queue's shard count is believed
 CANCEL_SECONDS = 24 * 3600  # a wish to cancel is forgotten with the job's record; a delayed job's wait comes on top
-MAX_LABEL_CHARACTERS = 256
+REPLICAS_SECONDS = 2.0  # how long replicas have to say that they have a job; below the socket's timeout
 
 T = TypeVar("T")
-When = int | datetime | timedelta
 Entry = tuple[bytes, dict[bytes, Any]]
 
 
 class QueueFull(RuntimeError):
     """The queue holds as many unfinished jobs as the client's `max_queue` allows; nothing was submitted."""
+
+
+class NotReplicated(RuntimeError):
+    """The job `id` is submitted, but only `acknowledged` replicas have it, fewer than were wanted."""
+
+    def __init__(self, job_id: str, acknowledged: int, wanted: int) -> None:
+        super().__init__(
+            f"job {job_id} is submitted, but {acknowledged} of {wanted} replicas acknowledged it within "
+            f"{REPLICAS_SECONDS:g} seconds; submitting it again with this id is safe"
+        )
+        self.id = job_id
+        self.acknowledged = acknowledged
 
 
 class Client:
@@ -48,8 +62,9 @@ class Client:
         patience: float = 60.0,
     ) -> None:
         self._keys = Keys(queue)
-        self._redis = connect(url, name="gllm-client")
-        self._reader = connect(url, socket_timeout=BLOCK_SECONDS + READ_MARGIN_SECONDS, name="gllm-reader")
+        self._redis = connect(url, queue=queue, name="gllm-client")
+        reading = BLOCK_SECONDS + READ_MARGIN_SECONDS
+        self._reader = connect(url, queue=queue, socket_timeout=reading, name="gllm-reader")
         self._max_queue = max_queue
         self._patience = patience
         self._shards = (0, -SHARDS_SECONDS)
@@ -77,22 +92,25 @@ class Client:
         affinity: str | None = None,
         tenant: str | None = None,
         traceparent: str | None = None,
+        wait_replicas: int = 0,
         **fields: Any,
     ) -> str:
         """Adds a job, given as a `Job` or as its fields (`prompt=…`, `messages=…` or `token_ids=…`); returns its id.
 
         Submitting again with the same id is always safe: the queue takes an id once. `deadline` and `not_before` are
         Unix milliseconds, an aware datetime, or a timedelta from now on Redis' clock. Jobs of one `affinity` go to one
-        shard.
+        shard. `wait_replicas`: return when so many replicas of Redis have the job as well, so that a failover to one
+        of them keeps it.
 
-        Raises InvalidJob, QueueFull, and redis-py's errors once the client's patience is over.
+        Raises InvalidJob, QueueFull, NotReplicated (the job is submitted then), and redis-py's errors once the
+        client's patience is over.
         """
-        body = encoded(_one_job(job, fields))
-        job_id = _checked_id(secrets.token_hex(16) if id is None else id)
-        labels = _checked_labels(affinity=affinity, tenant=tenant, traceparent=traceparent)
-        times = await self._healed(lambda: self._times(deadline=deadline, not_before=not_before))
+        body = encoded(one_job(job, fields))
+        job_id = checked_id(secrets.token_hex(16) if id is None else id)
+        labels = checked_labels(affinity=affinity, tenant=tenant, traceparent=traceparent)
+        times = checked_times(deadline=deadline, not_before=not_before)
         entry = {"id": job_id, "body": body, **labels, **times, "v": VERSION}
-        await self._healed(lambda: self._add(_checked_priority(priority), affinity or job_id, entry))
+        await self._submit(checked_priority(priority), affinity or job_id, entry, wait_replicas)
         return job_id
 
     async def stream(
@@ -112,22 +130,27 @@ class Client:
 
         Lost connections heal unnoticed, for at most the client's patience. Raises Rewound, Hole and ReplyExpired.
         """
-        cursor = Cursor(last_id, characters)
+        cursor, job_id = Cursor(last_id, characters), checked_id(id)
         patience = Patience(self._patience)
         start, block, heard = "0-0", 0.0, time.monotonic()
-        while not cursor.ended:
-            try:
-                events = await self._read(_checked_id(id), start, block)
-            except RedisError as error:
-                await patience.wait(error)
-                start = "0-0"  # another server may answer now: compare what it has with what was read
-                continue
-            patience.reset()
-            for start, event in events:
-                if reply := cursor.take(start, event):
-                    yield reply
-                    heard = time.monotonic()
-            block = _next_block(heard, timeout)
+        reader = self._reader.client()  # its own connection: one of the pool may have been renewed without our noticing
+        try:
+            while not cursor.ended:
+                try:
+                    events = await self._read(reader, job_id, start, block)
+                except RedisError as error:
+                    _next_block(heard, timeout)
+                    await patience.wait(error)
+                    start = "0-0"  # another server may answer now: compare what it has with what was read
+                    continue
+                patience.reset()
+                for start, event in events:
+                    if reply := cursor.take(start, event):
+                        yield reply
+                        heard = time.monotonic()
+                block = _next_block(heard, timeout)
+        finally:
+            await reader.aclose()
 
     async def result(
         self,
@@ -147,7 +170,7 @@ class Client:
 
     async def cancel(self, id: str) -> bool:  # noqa: A002 (the protocol's word)
         """Asks for the end of a job. False when it has ended already; also true for an id that nobody knows (yet)."""
-        job_id = _checked_id(id)
+        job_id = checked_id(id)
         return await self._healed(lambda: self._wish_cancel(job_id))
 
     async def _healed(self, command: Callable[[], Awaitable[T]]) -> T:
@@ -159,10 +182,25 @@ class Client:
             except RedisError as error:
                 await patience.wait(error)
 
-    async def _add(self, priority: str, shard_key: str, entry: dict[str, Any]) -> None:
-        shards = await self._shard_count()
-        await self._refuse_when_full(shards)
-        await self._redis.xadd(self._keys.jobs(priority, shard_of(shard_key, shards)), cast(Any, entry))
+    async def _submit(self, priority: str, shard_key: str, entry: dict[str, Any], replicas: int) -> None:
+        """The limit is asked for before the first try only: afterwards our own entry may be there unknown to us."""
+        entry = await self._on_redis_clock(entry)
+        shards = await self._healed(self._shard_count)
+        await self._healed(lambda: self._refuse_when_full(shards))
+        stream = self._keys.jobs(priority, shard_of(shard_key, shards))
+        await self._healed(lambda: self._add(stream, entry, replicas))
+
+    async def _add(self, stream: str, entry: dict[str, Any], replicas: int) -> None:
+        """XADD, and on the same connection WAIT, which counts what that connection has written."""
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.xadd(stream, cast(Any, entry))
+        if replicas:
+            pipeline.wait(replicas, int(REPLICAS_SECONDS * 1000))  # pyright: ignore[reportUnknownMemberType]
+        answers = await pipeline.execute(raise_on_error=False)
+        if isinstance(answers[0], RedisError):
+            raise answers[0]
+        if replicas and answers[1] < replicas:
+            raise NotReplicated(entry["id"], answers[1], replicas)
 
     async def _shard_count(self) -> int:
         count, asked = self._shards
@@ -181,23 +219,20 @@ class Client:
         if waiting >= self._max_queue:
             raise QueueFull(f"queue {self._keys.queue}: {waiting} unfinished jobs, max_queue is {self._max_queue}")
 
-    async def _times(self, **times: When | None) -> dict[str, int]:
-        return {name: await self._milliseconds(name, when) for name, when in times.items() if when is not None}
+    async def _on_redis_clock(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Makes moments of the times that are given as a wait from now."""
+        waits = {name: when for name, when in entry.items() if isinstance(when, timedelta)}
+        now_ms = await self._healed(self._now_ms) if waits else 0
+        return entry | {name: now_ms + int(wait.total_seconds() * 1000) for name, wait in waits.items()}
 
-    async def _milliseconds(self, name: str, when: When) -> int:
-        if isinstance(when, timedelta):
-            seconds, micros = await self._redis.time()  # pyright: ignore[reportUnknownMemberType]
-            return seconds * 1000 + micros // 1000 + int(when.total_seconds() * 1000)
-        if isinstance(when, datetime) and when.tzinfo is not None:
-            return int(when.timestamp() * 1000)
-        if type(when) is int and when >= 0:
-            return when
-        raise InvalidJob(f"{name}: Unix milliseconds, an aware datetime or a timedelta expected, got {when!r}")
+    async def _now_ms(self) -> int:
+        seconds, micros = await self._redis.time()  # pyright: ignore[reportUnknownMemberType]
+        return seconds * 1000 + micros // 1000
 
-    async def _read(self, job_id: str, start: str, block: float) -> list[tuple[str, ReplyEvent]]:
+    async def _read(self, reader: Redis, job_id: str, start: str, block: float) -> list[tuple[str, ReplyEvent]]:
         """The entries behind `start`; waits up to `block` seconds for one (0: does not wait)."""
         out = self._keys.out(job_id)
-        reply = await self._reader.xread({out: start}, READ_ENTRIES, max(1, int(block * 1000)) if block else None)
+        reply = await reader.xread({out: start}, READ_ENTRIES, max(1, int(block * 1000)) if block else None)
         if not reply:
             await self._refuse_expired(job_id)
             return []
@@ -233,33 +268,3 @@ def _next_block(heard: float, timeout: float | None) -> float:
     if left <= 0:
         raise TimeoutError(f"no event of the reply for {timeout:g} seconds")
     return min(left, BLOCK_SECONDS)
-
-
-def _one_job(job: Job | None, fields: dict[str, Any]) -> Job:
-    if job is None:
-        return job_from(**fields)
-    if not isinstance(job, Job):  # pyright: ignore[reportUnnecessaryIsInstance]: a bare prompt is easily passed
-        raise InvalidJob(f"job: a Job or fields like prompt=… expected, got {shown(job)}")
-    if fields:
-        raise InvalidJob(f"{next(iter(fields))}: give a Job or its fields, not both")
-    return job
-
-
-def _checked_id(job_id: str) -> str:
-    if not JOB_ID.fullmatch(job_id):
-        raise InvalidJob(f"id: 1 to 128 characters of [A-Za-z0-9._:-] expected, got {shown(job_id)}")
-    return job_id
-
-
-def _checked_priority(priority: str) -> str:
-    if priority not in PRIORITIES:
-        raise InvalidJob(f"priority: one of {', '.join(PRIORITIES)} expected, got {shown(priority)}")
-    return priority
-
-
-def _checked_labels(**labels: str | None) -> dict[str, str]:
-    given = {name: value for name, value in labels.items() if value is not None}
-    for name, value in given.items():
-        if not 1 <= len(value) <= MAX_LABEL_CHARACTERS or not value.isprintable():
-            raise InvalidJob(f"{name}: 1 to {MAX_LABEL_CHARACTERS} printable characters expected, got {shown(value)}")
-    return given

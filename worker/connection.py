@@ -1,10 +1,10 @@
-"""What a failed Redis command means to a worker. The clients, and which errors pass, come from `gllm.connection`."""
+"""What a failed Redis command means to a worker. Which errors pass is known to `gllm.faults`."""
 
 import asyncio
 import re
 from typing import Literal
 
-from gllm.connection import is_transient
+from gllm.faults import is_transient
 
 Fault = Literal["transient", "group_lost", "fatal"]
 

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -111,9 +112,9 @@ class Service:
             self._log.info(logs.STOPPED, worker=self.name)
 
     def _clients(self) -> Clients:
-        url, name = self.settings.redis, self.name
-        lease = connect(url, socket_timeout=patience(self.settings.lease), name=name)
-        return Clients(connect(url, name=name), lease, connect(url, socket_timeout=BELL_TIMEOUT, name=name))
+        settings = self.settings
+        to = partial(connect, settings.redis, queue=settings.queue, name=self.name)
+        return Clients(to(), to(socket_timeout=patience(settings.lease)), to(socket_timeout=BELL_TIMEOUT))
 
     async def _start(self, clients: Clients) -> Running:
         """Load the engine and wait for Redis, side by side."""

@@ -1,0 +1,93 @@
+"""Who is asked which server to talk to: sentinels, or the nodes of a cluster. Pure: what to ask, and what it says.
+
+A queue lies in one slot, and so on one node of a cluster: its users need a connection to that node and no more. They do
+not follow ASK redirections: while a slot is being moved, part of its keys is on either side, and a script that runs on
+one of them finds no record of jobs that are on the other. They wait until the slot has moved as a whole.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError  # noqa: A004 (redis-py's name)
+
+from gllm.keys import Keys
+from gllm.urls import Address
+
+DOWN = frozenset((b"s_down", b"o_down", b"disconnected"))
+
+
+class Directory(Protocol):
+    """Knows whom to ask for a server's address."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The question."""
+        ...
+
+    def to_ask(self) -> list[Address]:
+        """Whom to ask, in this order: another first each time, because one that is cut off gives old answers."""
+        ...
+
+    def read(self, asked: Address, reply: Any) -> Address:
+        """What an answer says. Raises ConnectionError when it names no server."""
+        ...
+
+    def hint(self, address: Address) -> None:
+        """Somebody said that this one knows."""
+        ...
+
+
+class SentinelDirectory:
+    """The primary of `service`, from its sentinels."""
+
+    def __init__(self, sentinels: Sequence[Address], service: str) -> None:
+        self._sentinels = list(sentinels)
+        self._service = service
+        self.command = ("SENTINEL", "MASTER", service)
+
+    def to_ask(self) -> list[Address]:
+        self._sentinels.append(self._sentinels.pop(0))
+        return [self._sentinels[-1], *self._sentinels[:-1]]
+
+    def read(self, asked: Address, reply: Any) -> Address:
+        fields: dict[bytes, bytes] = dict(zip(reply[::2], reply[1::2], strict=True))
+        if down := DOWN.intersection(fields[b"flags"].split(b",")):
+            raise ConnectionError(f"sentinel {asked}: the primary of {self._service!r} is {min(down).decode()}")
+        return Address(fields[b"ip"].decode(), int(fields[b"port"]))
+
+    def hint(self, address: Address) -> None:
+        """Redis servers do not name sentinels."""
+
+
+class ClusterDirectory:
+    """The node that has the slot of `queue` (without one: any primary), from all nodes that we have heard of."""
+
+    command = ("CLUSTER", "SLOTS")
+
+    def __init__(self, nodes: Sequence[Address], queue: str | None) -> None:
+        self._seeds = list(nodes)  # never forgotten: names may lead to other addresses later
+        self._nodes = list(nodes)
+        self._slot = None if queue is None else key_slot(Keys(queue).base.encode())
+
+    def to_ask(self) -> list[Address]:
+        self._nodes.append(self._nodes.pop(0))
+        return [self._nodes[-1], *self._nodes[:-1]]
+
+    def read(self, asked: Address, reply: Any) -> Address:
+        ranges = [(first, last, [_node(asked, node) for node in nodes]) for first, last, *nodes in reply]
+        learned = [node for _, _, nodes in ranges for node in nodes]
+        still = [node for node in self._nodes if node in learned]
+        self._nodes = list(dict.fromkeys([*still, *learned, *self._seeds]))
+        for first, last, nodes in ranges:
+            if self._slot is None or first <= self._slot <= last:
+                return nodes[0]
+        raise ConnectionError(f"cluster node {asked}: no node has slot {self._slot}")
+
+    def hint(self, address: Address) -> None:
+        self._nodes = [address, *(node for node in self._nodes if node != address)]
+
+
+def _node(asked: Address, node: Any) -> Address:
+    """A node names itself without a host when it does not know its own: then it has the one that was asked."""
+    return Address((node[0] or b"").decode() or asked.host, node[1])
