@@ -17,6 +17,7 @@ class Counters(Struct):
     preempted_tokens: int = 0
     recomputed_tokens: int = 0
     resumed_tokens: int = 0
+    decode_tokens: int = 0
 
     def admitted(self, sequence: Sequence) -> None:
         """Hits are counted once, at the first admission; resumes and recomputes never inflate the hit rate."""
@@ -29,14 +30,19 @@ class Counters(Struct):
             self.prefix_prompt_tokens += sequence.prompt_length
 
     def computed(self, sequence: Sequence, entry: Entry) -> None:
-        """A position that came with the request counts once as new; any that is run again counts as recomputed."""
+        """A position that came with the request counts once as new; any that is run again counts as recomputed.
+
+        What is left are fed tokens of the reply, so that the four kinds add up to all positions that were computed.
+        """
         end, brought = entry.start + entry.count, sequence.prompt_length + len(sequence.request.output)
         fresh = max(0, min(end, brought) - max(entry.start, sequence.done))
         if sequence.request.output:
             self.resumed_tokens += fresh
         else:
             self.prompt_tokens += fresh
-        self.recomputed_tokens += max(0, min(end, sequence.done) - entry.start)
+        again = max(0, min(end, sequence.done) - entry.start)
+        self.recomputed_tokens += again
+        self.decode_tokens += entry.count - fresh - again
         sequence.done = max(sequence.done, end)
 
     def preempted(self, sequence: Sequence) -> None:

@@ -8,9 +8,10 @@ from engine.blocks import BlockPool, Namespace, UncachedPool
 from engine.config import STEP_TOKENS, EngineConfig
 from engine.plan import Plan
 from engine.request import Delta, Request, Stats
-from engine.runner import Handle, Runner
+from engine.runner import Handle, Runner, device_name
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.timing import StepTimes
 from engine.validate import validate_config, validate_request
 from engine.wire import EngineInfo
 
@@ -42,6 +43,7 @@ class Engine:
         self._depth = 2 if overlap else 1
         self._steps = 0
         self.runner.warm_up()
+        self._times = StepTimes(lambda: self.runner.device_ns)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -96,8 +98,11 @@ class Engine:
 
     def launch(self) -> bool:
         """Plan a step and start it on the device. False when there is nothing to step, or the step failed at once."""
+        self._times.begin()
         plan = self.scheduler.schedule()
         if plan is None:
+            if not self._launched:
+                self._times.idle()
             return False
         if self._on_launch is not None:
             plans = [*(handle.plan for handle in self._launched), plan]
@@ -116,6 +121,8 @@ class Engine:
         for delta in deltas:
             if delta.finish_reason is not None:
                 del self._sequences[delta.id]
+        if not self.busy:
+            self._times.idle()
         return deltas
 
     def _commit_oldest(self) -> list[Delta]:
@@ -125,8 +132,10 @@ class Engine:
         except Exception as error:  # a device reports its errors here
             self._fail([handle.plan, *(later.plan for later in self._launched)], error)
             return []
+        deltas = self.scheduler.commit(handle.plan, sampled)
         self._steps += 1
-        return self.scheduler.commit(handle.plan, sampled)
+        self._times.end()
+        return deltas
 
     def _fail(self, plans: list[Plan], error: Exception) -> None:
         """Nothing of a failed step is published: its requests end with an error, and its blocks are given back."""
@@ -147,6 +156,9 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             prefix_evictions=self.pool.evictions,
             steps=self._steps,
+            step_ns=self._times.total_ns,
+            step_host_ns=self._times.host_ns,
+            step_counts=tuple(self._times.counts),
             **{name: getattr(counters, name) for name in counters.__struct_fields__},
         )
 
@@ -176,6 +188,9 @@ class Engine:
             capacity_tokens=runner.kv_blocks * self.config.block_size,
             max_sequences=self.config.max_sequences,
             eos_token_ids=sorted(self.eos_token_ids),
+            device_name=device_name(runner.device),
+            weight_bytes=runner.weight_bytes,
+            kv_bytes=sum(layer.nbytes for layer in runner.cache),
         )
 
     # -- inside ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from msgspec import Struct, field
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy: dividing logits by it would only overflow
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
+# Upper bounds by which steps are counted: a decode on a GPU takes milliseconds, a long prefill on a CPU seconds.
+STEP_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class FinishReason(StrEnum):
@@ -82,7 +84,10 @@ class Delta(Struct, frozen=True, kw_only=True):
 
 
 class Stats(Struct, frozen=True, kw_only=True):
-    """An atomic snapshot of the engine's counters (totals since start) and gauges. Plain ints."""
+    """An atomic snapshot of the engine's counters (totals since start) and gauges. Plain ints.
+
+    `step_counts`: steps by STEP_SECONDS, the last for longer ones. `step_ns`, `step_host_ns`: see engine.timing.
+    """
 
     blocks_live: int = 0
     blocks_reclaimable: int = 0
@@ -98,4 +103,8 @@ class Stats(Struct, frozen=True, kw_only=True):
     preempted_tokens: int = 0
     recomputed_tokens: int = 0
     resumed_tokens: int = 0
+    decode_tokens: int = 0
     steps: int = 0
+    step_ns: int = 0
+    step_host_ns: int = 0
+    step_counts: tuple[int, ...] = (0,) * (len(STEP_SECONDS) + 1)

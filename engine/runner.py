@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
+from platform import machine
+from time import perf_counter_ns
 
 import torch
 from torch import Tensor
@@ -50,6 +53,8 @@ class Runner:
             loader = Loader(source, self.dtype, self.device)
             self.model = Decoder(self.model_config, loader, self._backend, self.max_model_len)
             loader.close()
+        self.weight_bytes = loader.bytes
+        self.device_ns = 0  # spent computing (on a CPU), or waiting for the device
         self.block_size, self._seed = config.block_size, config.seed
         self.max_sequences = config.max_sequences
         self.kv_blocks = kv_blocks(config, self.model_config, self.dtype, self.device, self.max_model_len)
@@ -93,6 +98,7 @@ class Runner:
     def launch(self, plan: Plan) -> Handle:
         self._apply_differences(plan)
         batch = build_batch(plan, self._tables, self._last_token, self.block_size, self._heads)
+        began = perf_counter_ns()
         hidden = self.model.forward(batch.inputs, self.cache)
         drawn = self._draw(hidden, batch) if batch.sampling else None
         # Attention carries a NaN to every later position, so an entry's last one shows whether its KV can be trusted.
@@ -100,10 +106,13 @@ class Runner:
         handle = Handle(plan, batch, drawn, silent_broken, {}, set())
         for index in batch.scoring:
             self._score_prompt(hidden, handle, index)
+        if self.device.type == "cpu":
+            self.device_ns += perf_counter_ns() - began
         return handle
 
     def collect(self, handle: Handle) -> Sampled:
         """Wait for a launched step and bring its few numbers to the host, in the order of the plan's entries."""
+        began = perf_counter_ns()
         count = len(handle.plan.entries)
         sampled = Sampled([None] * count, [False] * count, [None] * count, [None] * count)
         if handle.drawn is not None:
@@ -116,6 +125,7 @@ class Runner:
         for index, rows in handle.prompt_logprobs.items():
             sampled.prompt_logprobs[index] = rows
             sampled.broken[index] |= index in handle.broken_prompts
+        self.device_ns += perf_counter_ns() - began  # next to nothing but the wait
         return sampled
 
     def _apply_differences(self, plan: Plan) -> None:
@@ -172,6 +182,16 @@ def processor(device: torch.device) -> str:
     details = getattr(torch.cpu, "get_capabilities", dict[str, object])()  # older versions of torch do not tell
     decisive = sorted((name, value) for name, value in details.items() if not name.startswith("num_"))
     return repr((torch.backends.cpu.get_cpu_capability(), decisive))
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name of the processor, for people; on a CPU that does not tell, its architecture."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, machine())
 
 
 def model_limit(config: ModelConfig, asked: int | None) -> int:

@@ -78,6 +78,7 @@ class Loader:
         self._source = source
         self._left = {name for name in source.names() if not name.endswith(REDUNDANT_SUFFIX)}
         self._dtype, self._device = dtype, device
+        self.bytes = 0  # of all parameters so far
 
     def has(self, name: str) -> bool:
         return name in self._left
@@ -93,6 +94,7 @@ class Loader:
         for name, rows in parts:
             parameter[first : first + rows].copy_(self._take(name, [rows, *columns]))
             first += rows
+        self.bytes += parameter.nbytes
         return parameter
 
     def drop_tied(self, name: str, twin: Tensor) -> None:

@@ -39,7 +39,10 @@ class Stop(Struct, frozen=True, tag=True):
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
-    """What the loaded engine is. `capacity_tokens` = usable KV blocks x block size."""
+    """What the loaded engine is. `capacity_tokens` = usable KV blocks x block size.
+
+    `device_name` is the maker's name of the processor; `weight_bytes` and `kv_bytes` are what it holds on the device.
+    """
 
     model: str
     numerics: str
@@ -53,6 +56,9 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     capacity_tokens: int
     max_sequences: int
     eos_token_ids: list[int]
+    device_name: str = ""
+    weight_bytes: int = 0
+    kv_bytes: int = 0
 
 
 class Loading(Struct, frozen=True, tag=True):

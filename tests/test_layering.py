@@ -24,7 +24,7 @@ THIRD_PARTY_AT_IMPORT = {
     "engine": {"torch", "safetensors", "msgspec", "gguf", "numpy"},  # gguf and numpy: only where a GGUF file is read
 }
 TORCH_FREE = (
-    "config", "errors", "request", "wire", "sequence", "blocks", "plan", "counters", "scheduler", "validate",
+    "config", "errors", "request", "wire", "sequence", "blocks", "plan", "counters", "timing", "scheduler", "validate",
     "modelconfig", "gguf_head", "checkpoint",
 )  # fmt: skip
 SEEN_BY_WORKER = {
