@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 
 from engine import FinishReason, SamplingParams
@@ -145,10 +146,12 @@ def grows(engine):
     def check(step: int, replies: dict) -> None:
         stats = engine.stats()
         assert stats.blocks_live + stats.blocks_reclaimable + stats.blocks_free == engine.pool.size
-        for name in stats.__struct_fields__:
-            assert type(getattr(stats, name)) is int
-            assert getattr(stats, name) >= (0 if name in gauges else last.get(name, 0))
-            last[name] = getattr(stats, name)
+        values = msgspec.structs.asdict(stats)
+        values |= {f"steps up to bound {n}": count for n, count in enumerate(values.pop("step_counts"))}
+        for name, value in values.items():
+            assert type(value) is int
+            assert value >= (0 if name in gauges else last.get(name, 0))
+            last[name] = value
 
     return check
 
