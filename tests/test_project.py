@@ -116,11 +116,26 @@ def test_base_install_has_the_client() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["submit"], ["tail"], ["cancel"]])
+@pytest.mark.parametrize(
+    "command", [[], ["submit"], ["tail"], ["cancel"], ["ps"], ["queue"], ["show"], ["dead", "ls"], ["doctor"]]
+)
 def test_base_install_has_the_producers_commands(command: list[str]) -> None:
     done = bare(f"from worker.cli import main; sys.argv = ['gllm', *{command!r}, '--help']; main()")
     assert done.returncode == 0, done.stderr
     assert "Usage:" in done.stdout
+
+
+def test_base_install_runs_the_commands_of_people() -> None:
+    code = """
+import click
+from worker.cli import main
+for line in ("ps", "queue", "show x", "dead ls", "dead retry x", "dead purge x --yes", "doctor", "cancel x"):
+    try: main([*line.split(), "--redis", "redis://127.0.0.1:1/0"], standalone_mode=False)
+    except click.ClickException as error: assert "refused" in str(error), (line, str(error))
+    else: raise AssertionError(line)
+"""
+    done = bare(code)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_base_install_says_which_extra_a_worker_needs() -> None:

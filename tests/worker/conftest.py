@@ -7,6 +7,7 @@ import pytest
 from gllm.connection import connect
 from gllm.keys import Keys
 from tests.servers import Server
+from tests.worker.command_bench import Commands
 from tests.worker.queue_bench import QueueBench
 from tests.worker.service_bench import ServiceBench
 
@@ -27,3 +28,8 @@ async def own_crew(own_server: Server, queue_name: str) -> AsyncIterator[Service
     yield crew
     await crew.close()
     await client.aclose()
+
+
+@pytest.fixture
+def commands(redis_url: str, keys: Keys) -> Commands:
+    return Commands(redis_url, keys)

@@ -14,7 +14,8 @@ local function beat()
   local key = base .. 'worker:' .. worker
   redis.call('ZADD', base .. 'workers', now, worker)
   for i = 4, 2 + 2 * heartbeat, 2 do redis.call('HSET', key, ARGV[i], ARGV[i + 1]) end
-  redis.call('HSET', key, 'heartbeat', now)
+  redis.call('HSETNX', key, 'since', now)
+  redis.call('HSET', key, 'heartbeat', now, 'lease', lease)
   redis.call('PEXPIRE', key, 10 * lease)
 end
 

@@ -2,14 +2,13 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from worker.cli_options import resolved, setting_options
-from worker.terminal import visible
+from worker.commands.access import connected
+from worker.commands.options import setting_options
+from worker.terminal import json_line, one_line, visible
 
 if TYPE_CHECKING:
     from gllm.reply import Reply
@@ -107,35 +106,14 @@ def cancel_command(job_ids: tuple[str, ...], redis: str | None, queue: str | Non
     sys.exit(0 if all(wished.values()) else 1)
 
 
-@contextmanager
-def connected(redis: str | None, queue: str | None) -> Iterator["SyncClient"]:
-    """A client of the queue that flags and environment name. What the outside can cause becomes a one-line error."""
-    settings = resolved({"redis": redis, "queue": queue}, "redis", "queue").settings
-    from redis.exceptions import RedisError
-
-    from gllm.client import QueueFull
-    from gllm.connection import connect_sync, redact
-    from gllm.reply import ReplyError
-    from gllm.sync import SyncClient
-
-    try:
-        with connect_sync(settings.redis) as probe:
-            probe.ping()  # a client bears with an absent Redis for a minute; a person at a terminal should not have to
-        with SyncClient(settings.redis, settings.queue) as client:
-            yield client
-    except RedisError as error:
-        raise click.ClickException(f"Redis at {redact(settings.redis)}: {error}") from None
-    except (ValueError, ReplyError, QueueFull) as error:
-        raise click.ClickException(str(error)) from None
-
-
 def follow(client: "SyncClient", job_id: str, last_id: str, as_json: bool) -> int:
     """Writes a reply to the terminal as it comes; the exit status: 0 when the model ended it."""
     ended, entry = "", last_id
     try:
         for reply in client.stream(job_id, last_id):
             entry = reply.entry
-            click.echo(_json_line(reply) if as_json else visible(reply.text), nl=as_json)
+            # else click takes out of a pipe what looks like a colour
+            click.echo(_line(reply) if as_json else visible(reply.text), nl=as_json, color=True)
             ended = _ending(reply) or ended
     except KeyboardInterrupt:
         click.echo(f"\ninterrupted; the job goes on. Read on: gllm tail {job_id} --from {entry}", err=True)
@@ -143,7 +121,7 @@ def follow(client: "SyncClient", job_id: str, last_id: str, as_json: bool) -> in
     if not as_json:
         click.echo()
     if ended not in ("stop", "length", ""):
-        click.echo(f"Error: job {job_id}: {ended}", err=True)
+        click.echo(f"Error: job {job_id}: {one_line(ended)}", err=True)
         return 1
     return 0
 
@@ -156,7 +134,5 @@ def _ending(reply: "Reply") -> str:
     return reply.event.finish_reason if isinstance(reply.event, Done) else ""
 
 
-def _json_line(reply: "Reply") -> str:
-    import msgspec
-
-    return msgspec.json.encode({"entry": reply.entry, "event": reply.event}).decode()
+def _line(reply: "Reply") -> str:
+    return json_line({"entry": reply.entry, "event": reply.event})

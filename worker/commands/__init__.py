@@ -1,0 +1,1 @@
+"""What stands behind `gllm <command>`. A module is imported when `gllm` starts, what it needs when its command runs."""

@@ -1,0 +1,174 @@
+"""`gllm show`: everything about one job."""
+
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from worker.commands.access import inspected
+from worker.commands.look import STATE_COLOURS
+from worker.commands.options import setting_options
+from worker.commands.screen import json_option, page
+from worker.commands.tables import Cell, Column, Page
+from worker.humane import counted, duration, number, size
+from worker.terminal import json_line, visible
+
+if TYPE_CHECKING:
+    from gllm.protocol import ReplyEvent, Resume, Start
+    from worker.inspection.inspector import Inspector
+    from worker.inspection.records import EventRow, Holder, JobView, Letter, Place, Record, ReplyView
+
+Pair = tuple[str, str | Cell | None]
+EVENT_COLUMNS = (Column("ENTRY"), Column("EVENT"), Column("WHAT", shrinks=True))
+
+
+@click.command("show")
+@click.argument("job_id", metavar="ID")
+@setting_options("redis", "queue")
+@click.option("--text", "text", is_flag=True, help="Only the reply's text, as far as it is written.")
+@click.option("--events", "events", is_flag=True, help="Each event of the reply, too.")
+@json_option
+def show_command(
+    job_id: str, redis: str | None, queue: str | None, text: bool, events: bool, as_json: bool
+) -> NoReturn:
+    """Everything about one job: its record, its place, its reply, its end. Exit status 1 for an id nobody knows."""
+    with inspected(redis, queue) as inspector:
+        view = inspector.job(job_id)
+        if view is None:
+            raise click.ClickException(_unknown(inspector, job_id))
+    if as_json:
+        click.echo(json_line(_for_programs(view, text=text, events=events)))
+    elif text:
+        click.echo(visible(view.reply.text if view.reply else ""), color=True)  # a pipe gets every character
+    else:
+        click.echo("\n".join(_lines(page(), view, events)))
+    sys.exit(0)
+
+
+def _unknown(inspector: "Inspector", job_id: str) -> str:
+    from gllm.keys import JOB_ID
+    from worker.inspection.one_job import MAX_LOOKED
+    from worker.terminal import one_line
+
+    if not JOB_ID.fullmatch(job_id):
+        return f"id: 1 to 128 characters of [A-Za-z0-9._:-] expected, got {one_line(job_id)!r}"
+    deep = any(stream.waiting > MAX_LOOKED for stream in inspector.survey().streams)
+    looked = f" (of those that wait, the first {MAX_LOOKED:,} of each priority were looked at)" if deep else ""
+    return f"queue {inspector.keys.queue} knows no job {job_id}{looked}"
+
+
+def _for_programs(view: "JobView", *, text: bool, events: bool) -> dict[str, Any]:
+    import msgspec
+
+    shown = msgspec.to_builtins(view)
+    if view.reply:
+        shown["reply"]["end"] = msgspec.to_builtins(view.reply.end)
+        for name in (name for name, wanted in (("text", text), ("events", events)) if not wanted):
+            del shown["reply"][name]
+    return shown
+
+
+def _lines(to: Page, view: "JobView", events: bool) -> list[str]:
+    lines = to.pairs([*_job(view), *_reply(view.reply), *_letters(view.letters), *_problems(view)])
+    if events and view.reply:
+        rows = [[row.entry, *_event(row)] for row in view.reply.events]
+        lines += ["", *to.table(EVENT_COLUMNS, rows)]
+    return lines
+
+
+def _job(view: "JobView") -> list[Pair]:
+    due = None if view.due_in_ms is None else f"in {duration(view.due_in_ms)}"
+    return [
+        ("job", view.id),
+        ("state", Cell(view.state + _where(view.holder), STATE_COLOURS.get(view.state))),
+        ("place", view.place and _place(view.place)),
+        ("due", due),
+        ("submitted", None if view.age_ms is None else f"{duration(view.age_ms)} ago"),
+        ("entry", None if view.entry is None else f"{view.entry} in {view.stream}"),
+        ("body", None if view.body_bytes is None else size(view.body_bytes)),
+        *view.labels.items(),
+        ("record", view.record and _record(view.record)),
+        ("cancel", "asked for" if view.cancelling else None),
+    ]
+
+
+def _where(holder: "Holder | None") -> str:
+    if holder is None or holder.consumer.startswith("-"):
+        return ""
+    return f" by {holder.consumer}, renewed {duration(holder.idle_ms)} ago"
+
+
+def _place(place: "Place") -> str:
+    if place.ahead is None:
+        return f"far behind: one of {counted(place.waiting, 'job')} that wait in {place.stream}"
+    return f"{place.ahead + 1:,} of {place.waiting:,} that wait in {place.stream}"
+
+
+def _record(record: "Record") -> str:
+    told = [
+        f"epoch {record.epoch}",
+        counted(record.claims, "claim"),
+        f"{counted(record.attempts, 'worker')} died with it",
+        counted(record.tokens, "token"),
+    ]
+    return ", ".join(told) + _kept(record.life_ms)
+
+
+def _kept(life_ms: int | None) -> str:
+    return "" if life_ms is None else f"; kept for {duration(life_ms)}"
+
+
+def _reply(reply: "ReplyView | None") -> list[Pair]:
+    if reply is None:
+        return [("reply", "none")]
+    count = f"{counted(reply.tokens, 'token')}, {counted(reply.characters, 'character')}"
+    return [
+        ("reply", f"{count} in {reply.entries:,} entries{_kept(reply.life_ms)}"),
+        *((mark.__struct_config__.tag, _mark(mark)) for mark in reply.marks),  # type: ignore[misc]
+        ("end", Cell(_told(reply.end)[1], "green" if _told(reply.end)[0] == "done" else "red") if reply.end else None),
+        ("problem", Cell(reply.problem, "red") if reply.problem else None),
+    ]
+
+
+def _mark(mark: "Start | Resume") -> str:
+    return f"by {mark.worker}, " + _told(mark)[1]
+
+
+def _event(row: "EventRow") -> tuple[str, str]:
+    return ("?", row.raw or "") if row.event is None else _told(row.event)
+
+
+def _told(event: "ReplyEvent") -> tuple[str, str]:
+    """Type and content of an event, in short."""
+    from gllm.protocol import Done, Error, Resume, Start
+
+    if isinstance(event, Start):
+        return (
+            "start",
+            f"attempt {event.attempt}, {event.prompt_tokens:,} prompt tokens, {event.cached_tokens:,} cached",
+        )
+    if isinstance(event, Resume):
+        return "resume", f"attempt {event.attempt}, from token {event.first:,}, {'' if event.exact else 'not '}exact"
+    if isinstance(event, Done):
+        return "done", _done(event)
+    if isinstance(event, Error):
+        return "error", f"{event.code}: {event.message}" + (" (may work if submitted anew)" if event.retryable else "")
+    return "tokens", f"{counted(len(event.ids), 'token')} from {event.first:,}: {event.text}"
+
+
+def _done(event: Any) -> str:
+    stop = "" if event.stop is None else f" at {event.stop!r}"
+    first = event.timings.first_token
+    times = [("waited", event.timings.queue), ("first token", first), ("total", event.timings.total)]
+    told = ", ".join(f"{name} {duration(1000 * seconds)}" for name, seconds in times if seconds is not None)
+    return f"{event.finish_reason}{stop}, {number(event.usage.completion_tokens)} tokens; {told}"
+
+
+def _letters(letters: "list[Letter]") -> list[Pair]:
+    return [
+        ("dead", Cell(f"{letter.reason}: {letter.error} (gllm dead show {letter.entry})", "red")) for letter in letters
+    ]
+
+
+def _problems(view: "JobView") -> list[Pair]:
+    return [("problem", Cell(problem, "red")) for problem in view.problems]
