@@ -268,7 +268,7 @@ async def reap(redis: Redis, base: str, lease_ms: int, streams: Sequence[str]) -
 
 
 async def requeue(redis: Redis, base: str, letter: str) -> str:
-    """Add a dead letter's job again. Raises ResponseError GONE or NOBODY."""
+    """Add a dead letter's job again. Raises ResponseError GONE, NOBODY or LIVE."""
     return (await _requeue(redis, [base], (letter,))).decode()
 
 

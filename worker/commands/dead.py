@@ -173,6 +173,8 @@ def _cause(error: str) -> str:
         return "somebody has retried or purged it meanwhile"
     if error.startswith("NOBODY"):
         return "it holds no job that could be added again: no usable id, or no body"
+    if error.startswith("LIVE"):
+        return "a job with this id runs or waits again"
     return error
 
 
@@ -204,9 +206,13 @@ def purge_command(
 
 
 def _ask(question: str) -> None:
-    if not sys.stdin.isatty():
+    if not at_a_terminal():
         raise click.UsageError(f"{question} There is no terminal to ask on: --yes says so.")
     click.confirm(question, abort=True, err=True)
+
+
+def at_a_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _one_of(*, names: bool, **options: bool) -> None:

@@ -60,7 +60,7 @@ def pages(redis: Redis, keys: Keys, stream: str, start: str, end: str, limit: in
 
 
 def requeue(redis: Redis, keys: Keys, letter: str) -> str:
-    """Adds a dead letter's job again; the new entry's id. Raises ResponseError GONE or NOBODY."""
+    """Adds a dead letter's job again; the new entry's id. Raises ResponseError GONE, NOBODY or LIVE."""
     return text(_call(redis, _requeue, keys, (letter,)))
 
 

@@ -98,7 +98,8 @@ end
 -- Writes a dead letter. `letter`: id, reason, error, attempts, worker, stream, fields (of the entry).
 local function bury(letter)
   local fields, body = letter.fields, letter.fields.body or ''
-  local args = {'id', tostring(fields.id or ''):sub(1, 128), 'reason', letter.reason, 'attempts', letter.attempts or 0,
+  -- 129: one character more than an id may have, so that a cut one is never taken for another job's
+  local args = {'id', tostring(fields.id or ''):sub(1, 129), 'reason', letter.reason, 'attempts', letter.attempts or 0,
                 'error', letter.error or '', 'worker', letter.worker or '', 'stream', letter.stream}
   local function add(name, value)
     args[#args + 1] = name

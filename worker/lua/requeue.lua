@@ -3,23 +3,30 @@
 -- ARGV[1]  entry id of the dead letter
 -- Returns  the id of the new entry; or an error reply:
 --   GONE     there is no such dead letter
---   NOBODY   it cannot be added again: it has no usable id, or its body was too large to keep
+--   NOBODY   it cannot be added again: it has no usable id or stream, or its body was too large to keep
+--   LIVE     a job with its id runs or waits again, and must not lose what it has written
 
 local letter = redis.call('XRANGE', base .. 'dead', ARGV[1], ARGV[1])[1]
 if not letter then return redis.error_reply('GONE no dead letter ' .. shown(ARGV[1])) end
 local fields = map_of(letter[2])
-if not fields.id:match('^[%w._:-]+$') or not fields.body or fields.body == '' then
+local id, stream, body = fields.id or '', fields.stream or '', fields.body or ''
+if #id > 128 or not id:match('^[%w._:-]+$') or not stream:match('^jobs:%l+:%d+$') or body == '' then
   return redis.error_reply('NOBODY the dead letter ' .. shown(ARGV[1]) .. ' holds no job that could be added again')
 end
-local args = {'id', fields.id, 'body', fields.body}
+local live
+guarded(function() -- a record of another type is nobody's
+  live = redis.call('HLEN', base .. 'job:' .. id) > 0 and redis.call('HGET', base .. 'job:' .. id, 'state') ~= 'ended'
+end)
+if live then return redis.error_reply('LIVE a job with the id ' .. shown(id) .. ' runs or waits again') end
+local args = {'id', id, 'body', body}
 for _, name in ipairs({'traceparent', 'tenant', 'affinity'}) do
   if fields[name] then
     args[#args + 1] = name
     args[#args + 1] = fields[name]
   end
 end
-redis.call('DEL', base .. 'job:' .. fields.id, base .. 'out:' .. fields.id, base .. 'cancel:' .. fields.id)
-local entry = redis.call('XADD', base .. fields.stream, '*', unpack(args))
+redis.call('DEL', base .. 'job:' .. id, base .. 'out:' .. id, base .. 'cancel:' .. id)
+local entry = redis.call('XADD', base .. stream, '*', unpack(args))
 redis.call('XDEL', base .. 'dead', ARGV[1])
 ring()
 return entry
