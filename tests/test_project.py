@@ -188,23 +188,3 @@ def test_ci_script_says_loudly_that_redis_is_missing_and_goes_on(tmp_path: Path,
     done = run_ci(tmp_path, make='echo "made $*"', **programs)
     assert (done.returncode, done.stdout) == (0, "made test\n")
     assert "THIS RUN DOES NOT TEST DEBIAN'S REDIS" in done.stderr
-
-
-def test_operations_page_names_every_metric_and_setting() -> None:
-    from worker.config import OPTIONS
-    from worker.metrics import Metrics
-
-    page = (ROOT / "docs" / "operations.md").read_text()
-    metrics = Metrics()
-    shown = {family.name + ("_total" if family.type == "counter" else "") for family in metrics.registry.collect()}
-    assert [name for name in sorted(shown) if name not in page] == []
-    assert [option.flag for option in OPTIONS if f"`{option.flag}" not in page] == []
-
-
-def test_protocol_page_names_every_field_of_a_job_and_every_event() -> None:
-    from gllm import protocol
-
-    page = (ROOT / "docs" / "protocol.md").read_text()
-    assert [name for name in protocol.Job.__struct_fields__ if f"`{name}`" not in page] == []
-    events = protocol.ReplyEvent.__args__
-    assert [event.__struct_config__.tag for event in events if f"`{event.__struct_config__.tag}`" not in page] == []
