@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.request import Stats
@@ -135,6 +136,16 @@ def test_duration_that_is_no_number_is_an_error_and_not_a_sample(seconds: float)
     found = samples(metrics)
     assert found["gllm_time_to_first_token_seconds_count"] == 0
     assert found["gllm_metrics_errors_total"] == 1
+
+
+def test_histogram_reads_exactly_as_the_librarys_own() -> None:
+    metrics, registry, rng = Metrics(), CollectorRegistry(), random.Random(5)
+    theirs = Histogram("gllm_job_seconds", "From submission to the end of a job", buckets=BUCKETS, registry=registry)
+    for seconds in (0.0, *BUCKETS, 1e6, *(10 ** rng.uniform(-4, 4) for _ in range(200))):
+        metrics.job_seconds.observe(seconds)
+        theirs.observe(seconds)
+    ours = [line for line in metrics.render().decode().splitlines() if "gllm_job_seconds" in line]
+    assert ours == generate_latest(registry).decode().splitlines()
 
 
 def test_negative_amount_is_an_error_and_never_an_exception() -> None:
