@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from redis.asyncio import Redis
 
 import gllm
@@ -18,6 +19,7 @@ from tests.servers import Server
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.queue_bench import QueueBench, until
 from tests.worker.service_bench import ServiceBench
+from worker.cli import main
 
 __all__ = ["example"]
 
@@ -131,6 +133,41 @@ async def test_producer_has_the_rights_of_the_protocol_page(
     assert await refused(admin) == []
 
 
+COMMANDS = (
+    "ps",
+    "queue",
+    "show stuck",
+    "show --events ended",
+    "cancel endless",
+    "dead ls",
+    "dead show stuck",
+    "dead retry stuck",
+    "dead purge --all --yes",
+    "doctor",
+)
+
+
+async def test_operator_has_the_rights_of_the_operations_page(
+    guarded_crew: ServiceBench, admin: Redis, own_server: Server
+) -> None:
+    await guarded_crew.start(engine=FakeEngine(step_seconds=0.01))
+    await guarded_crew.submit("ended")
+    await guarded_crew.submit("endless", max_tokens=3000)
+    await guarded_crew.submit("stuck", entry={"deadline": "soon"})
+    await guarded_crew.submit("wrong", entry={"deadline": "soon"})
+    for job_id in ("ended", "stuck", "wrong"):
+        await guarded_crew.reply(job_id)
+    await guarded_crew.published("endless", 3)
+    place = ["--redis", url_of(own_server, "gllm-operator"), "--queue", "chat"]
+    runner = CliRunner()
+    for command in COMMANDS:
+        done = await asyncio.to_thread(runner.invoke, main, [*command.split(), *place])
+        assert done.exit_code == 0, f"{command}: {done.output}"
+    assert "may do what a worker does" in done.output
+    assert (await guarded_crew.reply("endless")).end.finish_reason == "cancelled"
+    assert await refused(admin) == []
+
+
 FORBIDDEN = (
     f"XREAD STREAMS {KEYS.jobs('normal', 0)} 0",
     f"XRANGE {KEYS.jobs('normal', 0)} - +",
@@ -165,11 +202,24 @@ FORBIDDEN = (
 )
 
 
-async def test_producer_has_no_other_rights(admin: Redis) -> None:
-    async def allowed(command: str) -> bool:
-        return await admin.execute_command("ACL", "DRYRUN", "gllm-producer", *command.split()) in (b"OK", "OK")
+ELSEWHERE = (
+    f"HGET {Keys('other').meta} model",
+    f"XRANGE {Keys('other').jobs('normal', 0)} - +",
+    "GET other",
+    "FLUSHALL",
+    "KEYS *",
+    "CONFIG SET maxmemory 1",
+    "ACL SETUSER me",
+    "SHUTDOWN",
+)
 
-    assert await allowed(f"XADD {KEYS.jobs('normal', 0)} * id a")
-    assert await allowed("WAIT 1 2000")
-    assert [command for command in FORBIDDEN if await allowed(command)] == []
-    assert await admin.execute_command("ACL", "DRYRUN", "gllm-worker", "GET", Keys("other").meta) != b"OK"
+
+async def test_users_have_no_other_rights(admin: Redis) -> None:
+    async def allowed(user: str, command: str) -> bool:
+        return await admin.execute_command("ACL", "DRYRUN", user, *command.split()) == b"OK"
+
+    assert await allowed("gllm-producer", f"XADD {KEYS.jobs('normal', 0)} * id a")
+    assert await allowed("gllm-producer", "WAIT 1 2000")
+    assert [command for command in FORBIDDEN if await allowed("gllm-producer", command)] == []
+    for user in ("gllm-worker", "gllm-operator"):
+        assert [command for command in ELSEWHERE if await allowed(user, command)] == []
