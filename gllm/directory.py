@@ -41,17 +41,22 @@ class Directory(Protocol):
 class SentinelDirectory:
     """The primary of `service`, from its sentinels."""
 
+    command = ("SENTINEL", "MASTERS")
+
     def __init__(self, sentinels: Sequence[Address], service: str) -> None:
         self._sentinels = list(sentinels)
         self._service = service
-        self.command = ("SENTINEL", "MASTER", service)
 
     def to_ask(self) -> list[Address]:
         self._sentinels.append(self._sentinels.pop(0))
         return [self._sentinels[-1], *self._sentinels[:-1]]
 
     def read(self, asked: Address, reply: Any) -> Address:
-        fields: dict[bytes, bytes] = dict(zip(reply[::2], reply[1::2], strict=True))
+        services: list[dict[bytes, bytes]] = [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in reply]
+        fields = next((fields for fields in services if fields[b"name"] == self._service.encode()), None)
+        if fields is None:
+            names = ", ".join(fields[b"name"].decode() for fields in services) or "none"
+            raise ConnectionError(f"sentinel {asked} knows no service {self._service!r}; it knows {names}")
         if down := DOWN.intersection(fields[b"flags"].split(b",")):
             raise ConnectionError(f"sentinel {asked}: the primary of {self._service!r} is {min(down).decode()}")
         return Address(fields[b"ip"].decode(), int(fields[b"port"]))

@@ -29,7 +29,7 @@ _TRANSIENT_WORDS = (
 # redis-py cuts off the word of these. AskError is also MOVED: the queue's slot is moving, or has moved
 _TRANSIENT_ANSWERS = (ReadOnlyError, ClusterDownError, TryAgainError, OutOfMemoryError, AskError)
 _REFUSALS = (AuthenticationError, AuthorizationError)  # redis-py files these under ConnectionError
-_IN_PIPELINE = re.compile(r"Command # \d+ \(.*\) of pipeline caused error: ", re.DOTALL)
+_IN_PIPELINE = re.compile(r"Command # \d+ \(.*\) of pipeline caused error: (?:\([\"'])?", re.DOTALL)
 # What OpenSSL says of certificates and settings that do not fit; a connection cut in the handshake is none of these
 _TLS_REFUSAL = re.compile(r"CERT|ALERT_(?!INTERNAL|BAD_RECORD|USER)|WRONG_VERSION|UNSUPPORTED|PEM|NO_START_LINE|KEY")
 

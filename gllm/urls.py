@@ -28,6 +28,7 @@ SCHEMES = {
 }
 PORTS = {"server": 6379, "sentinel": 26379, "cluster": 6379}
 MAX_PORT = 65535
+IN_PASSWORDS = " (in a password / ? # @ are written %2F %3F %23 %40)"
 
 _URL = re.compile(
     r"[^:]*://(?:(?P<user>[^/?#]*)@)?(?P<hosts>[^/?#@]*)(?P<path>/[^?#]*)?(?:\?(?P<query>[^#]*))?(?:#.*)?"
@@ -67,10 +68,10 @@ def target_of(url: str) -> Target:
         raise ValueError(f"one of the schemes {', '.join(name + '://' for name in SCHEMES)} expected")
     if scheme == "unix":
         return Target("server", url, [], "", {})
-    parts = _URL.fullmatch(url)
-    if parts is None:
-        raise ValueError("user:password@host:port/… expected, with / ? # and @ in a password as %2F %3F %23 and %40")
     kind: Kind = SCHEMES[scheme]  # type: ignore[assignment]
+    parts = _URL.fullmatch(url)
+    if parts is None or (kind != "server" and "@" in (parts["user"] or "")):
+        raise ValueError(f"user:password@host:port… expected{IN_PASSWORDS}")
     addresses = _addresses(parts["hosts"], kind)
     if kind == "server":
         _database(parts["path"] or "")
@@ -100,7 +101,7 @@ def _addresses(hosts: str, kind: Kind) -> list[Address]:
 def _address(text: str, default_port: int) -> Address:
     match = _HOST.fullmatch(text)
     if match is None:
-        raise ValueError("host or host:port expected")
+        raise ValueError(f"host or host:port expected{IN_PASSWORDS}")
     port = int(match["port"] or default_port)
     if not 1 <= port <= MAX_PORT:
         raise ValueError(f"port: 1 to {MAX_PORT} expected, not {port}")

@@ -12,11 +12,12 @@ class Proxy:
 
     Set `swallow`: nothing goes either way, connections stay. `loading`: every command is answered with LOADING
     (`loadings` counts them).
-    `cut`: how likely an answer is lost together with its connection, after the server has done the work.
+    `cut`: how likely an answer is lost together with its connection, after the server has done the work. `lose`: that
+    happens to the next command with these bytes in it. `target`: where new connections lead.
     """
 
     def __init__(self, host: str, port: int, seed: int = 1) -> None:
-        self._target = host, port
+        self.target = host, port
         self._random = random.Random(seed)
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -26,6 +27,8 @@ class Proxy:
         self.loadings = 0
         self.cut = 0.0
         self.cuts = 0
+        self.lose: bytes | None = None
+        self._lost = False
 
     async def __aenter__(self) -> "Proxy":
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -70,21 +73,23 @@ class Proxy:
             writer.close()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        back, forth = await asyncio.open_connection(*self._target)
+        back, forth = await asyncio.open_connection(*self.target)
         ways = [asyncio.create_task(self._up(reader, writer, forth)), asyncio.create_task(self._down(back, writer))]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            forth.close()  # before anything is awaited: the end of the test may cancel this
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            forth.close()
 
     async def _up(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, forth: asyncio.StreamWriter
     ) -> None:
         while data := await reader.read(65536):
             await self._open.wait()
+            if self.lose is not None and self.lose in data:
+                self.lose, self._lost = None, True
             if self.loading:
                 self.loadings += 1
                 writer.write(LOADING * data.count(b"*", 0, 1))
@@ -94,7 +99,7 @@ class Proxy:
     async def _down(self, back: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await back.read(65536):
             await self._open.wait()
-            if self._random.random() < self.cut:
-                self.cuts += 1
+            if self._lost or self._random.random() < self.cut:
+                self.cuts, self._lost = self.cuts + 1, False
                 return
             writer.write(data)

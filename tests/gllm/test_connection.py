@@ -1,18 +1,15 @@
 """The door to Redis: what a URL may say and what it may not change; how long a lost server is borne with."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import redis
-import redis.exceptions as errors
 from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
 from redis.connection import SSLConnection
 
-from gllm.connection import connect, connect_sync, redact
-from gllm.faults import Patience, is_transient
+from gllm.connection import connect, connect_sync
 from tests.servers import Server, binaries
 
 
@@ -59,21 +56,6 @@ def test_connection_error_hides_the_password() -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("redis://h:1/0", "redis://h:1/0"),
-        ("redis://:pw@h:1/0", "redis://:***@h:1/0"),
-        ("redis://ann:p%40w@h/0", "redis://ann:***@h/0"),
-        ("rediss://ann:a:b@h/0?ssl_cert_reqs=none", "rediss://ann:***@h/0?ssl_cert_reqs=none"),
-        ("redis://:a/b?c@h/0", "redis://:***@h/0"),
-        ("unix:///run/r.sock?db=1&password=pw", "unix:///run/r.sock?db=1&password=***"),
-    ],
-)
-def test_connection_redact_hides_only_passwords(url: str, shown: str) -> None:
-    assert redact(url) == shown
-
-
 async def test_connection_speaks_resp2_with_bytes(redis_url: str) -> None:
     async with connect(redis_url, name="speaker") as client:
         assert await client.ping()
@@ -116,51 +98,3 @@ async def test_connection_sends_a_command_once_when_its_answer_is_lost() -> None
         with pytest.raises(redis.ConnectionError):
             await client.xadd("s", {"a": "b"})
     assert b"".join(seen).count(b"XADD") == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "transient"),
-    [
-        (errors.ConnectionError("gone"), True),
-        (errors.TimeoutError("late"), True),
-        (errors.BusyLoadingError("loading"), True),
-        (errors.ReadOnlyError("a replica"), True),
-        (errors.MasterDownError("down"), True),
-        (errors.ClusterDownError("down"), True),
-        (errors.TryAgainError("moving"), True),
-        (errors.OutOfMemoryError("full"), True),
-        (errors.ResponseError("OOM command not allowed"), True),
-        (errors.ResponseError("MISCONF Redis is configured to save"), True),
-        (errors.ResponseError("LOADING Redis is loading"), True),
-        (errors.ResponseError("BUSY Redis is busy running a script."), True),
-        (errors.ResponseError("BUSYGROUP Consumer Group name already exists"), False),
-        (errors.ResponseError("WRONGTYPE Operation"), False),
-        (errors.ResponseError("ERR this has OOM in it"), False),
-        (errors.AuthenticationError("WRONGPASS"), False),
-        (errors.AuthorizationError("no"), False),
-        (errors.NoPermissionError("no"), False),
-        (ValueError("OOM"), False),
-    ],
-)
-def test_connection_knows_what_waiting_may_cure(error: Exception, transient: bool) -> None:
-    assert is_transient(error) is transient
-
-
-async def test_patience_ends_and_begins_anew_after_a_success() -> None:
-    patience, error = Patience(0.2), errors.ConnectionError("gone")
-    started = time.monotonic()
-
-    async def bear() -> None:
-        while True:
-            await patience.wait(error)
-
-    with pytest.raises(errors.ConnectionError):
-        await bear()
-    assert 0.2 <= time.monotonic() - started < 2
-    patience.reset()
-    await patience.wait(error)
-
-
-async def test_patience_has_none_for_errors_that_stay() -> None:
-    with pytest.raises(errors.ResponseError):
-        await Patience(60).wait(errors.ResponseError("WRONGTYPE"))
