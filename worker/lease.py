@@ -107,7 +107,7 @@ class Lease:
     async def _rejoin(self) -> None:
         """The queue's meta is gone: a flush. Raises QueueMismatch when another model has founded it anew."""
         made = await self._queue.join(self._model, self._redis)
-        self._metrics.recovery("group_lost", made)
+        self._metrics.recovery("group_lost", max(1, made))  # also where only the meta was lost
         self._log.warning(logs.GROUP_LOST, groups=made)
 
     async def _reap(self) -> None:

@@ -39,15 +39,26 @@ class LostQueue:
         return 0
 
 
+def lease_of(queue: LostQueue, redis: Redis, metrics: Metrics) -> Lease:
+    jobs = Jobs("w", engine_info(), Commands(), metrics)
+    return Lease(queue, redis, jobs, Link(Health(), metrics), metrics, {}, "model")  # type: ignore[arg-type]
+
+
 async def test_nothing_in_the_lease_loop_waits_with_the_patience_of_other_clients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A reap or a join that hangs for the main client's 5 s would keep a lost Redis from readiness and self-fence."""
-    impatient, queue, metrics = connect("redis://127.0.0.1:1"), LostQueue(), Metrics()
-    jobs = Jobs("w", engine_info(), Commands(), metrics)
-    lease = Lease(queue, impatient, jobs, Link(Health(), metrics), metrics, {}, "model")  # type: ignore[arg-type]
+    impatient, queue = connect("redis://127.0.0.1:1"), LostQueue()
+    lease = lease_of(queue, impatient, Metrics())
     monkeypatch.setattr(lease, "_next_reap", time.monotonic())
 
     await lease._turn()
 
     assert queue.clients == [impatient] * 3
+
+
+async def test_loss_of_the_meta_alone_is_counted_too() -> None:
+    """The groups are there, so none is made; what heals itself is never silent."""
+    metrics = Metrics()
+    await lease_of(LostQueue(), connect("redis://127.0.0.1:1"), metrics)._turn()
+    assert 'gllm_recoveries_total{path="group_lost"} 1.0' in metrics.render().decode()
