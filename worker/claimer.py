@@ -18,7 +18,7 @@ from worker.queue import ClaimReply, Queue
 from worker.scripts import Note
 
 BLOCK_MS = 1000  # longest sleep: expired leases and delayed jobs make no sound
-ENDED = ("cancelled", "deadline", "invalid", "unsupported", "too_large", "max_attempts")
+ENDED = ("cancelled", "deadline", "invalid", "unsupported", "too_large", "max_attempts", "internal")
 
 
 class Claimer:
@@ -41,6 +41,7 @@ class Claimer:
         self._log = structlog.get_logger()
         self._acquitted = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
+        self._broken: set[str] = set()  # what the last claim said of broken keys: it is said again each second
         jobs.on_room = self._room.set
         jobs.on_acquitted = self._look_again
 
@@ -120,6 +121,12 @@ class Claimer:
             self._log.warning(logs.GROUP_LOST, groups=reply.groups_made)
         for note in reply.notes:
             self._tell_note(note)
+        self._tell_broken({note.text for note in reply.notes if note.kind == "stream"})
+
+    def _tell_broken(self, texts: set[str]) -> None:
+        for text in sorted(texts - self._broken):
+            self._log.error(logs.KEY_BROKEN, key=text)
+        self._broken = texts
 
     def _tell_note(self, note: Note) -> None:
         match note.kind:
@@ -131,8 +138,9 @@ class Claimer:
             case "dead_letter" | "unburied":
                 self._metrics.recovery("dead_letter")
                 self._log.warning(logs.DEAD_LETTER, job=note.id, reason=note.text, written=note.kind == "dead_letter")
-            case "stream":
-                self._log.error(logs.KEY_BROKEN, key=note.text)
+            case "unowned":
+                self._metrics.recovery("unowned")
+                self._log.warning(logs.ENTRY_UNOWNED, stream=note.text)
             case kind if kind in ENDED:
                 self._metrics.jobs(kind)
                 self._log.info(logs.JOB_ENDED, job=note.id, outcome=kind, message=note.text)

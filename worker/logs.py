@@ -47,6 +47,7 @@ JOB_REDELIVERED = "job_redelivered"
 DEAD_LETTER = "dead_letter"
 GROUP_LOST = "group_lost"
 ENTRY_LOST = "entry_lost"  # a job's entry was trimmed or deleted while somebody had it
+ENTRY_UNOWNED = "entry_unowned"  # entries that nobody had any more, though they were delivered: handed out again
 KEY_BROKEN = "key_broken"  # a key of the queue is not what it should be
 SELF_FENCED = "self_fenced"
 LEASE_RENEWED = "lease_renewed"

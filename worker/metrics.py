@@ -32,7 +32,7 @@ OTHER = "other"
 FINISH_REASONS = ("stop", "length", "cancelled", "deadline")
 ERROR_CODES = ("invalid", "unsupported", "too_large", "max_attempts", "internal")
 TAKEOVERS = ("redelivered", "resumed", "released", "duplicate", "dead_letter")
-REPAIRS = ("fenced", "repaired", "paused", "group_lost", "entry_lost", "reconnected", "consumer_reaped")
+REPAIRS = ("fenced", "repaired", "paused", "group_lost", "entry_lost", "unowned", "reconnected", "consumer_reaped")
 REDIS_ERRORS = ("transient", "group_lost", "fenced", "fatal")
 ENGINE_LABELS = ("model", "device", "dtype", "deterministic", "numerics")
 

@@ -121,8 +121,11 @@ class Queue:
         return [name.removeprefix(self.keys.base) for name in self.keys.streams(self.shards)]
 
     async def join(self, model: str, redis: Redis | None = None) -> int:
-        """Enter a queue that serves `model` (a digest), or found it; how many groups it made. Raises QueueMismatch."""
-        meta = await scripts.join(redis or self.redis, self.keys.base, VERSION, DEFAULT_SHARDS, model)
+        """Enter a queue that serves `model` (a digest), or found it; how many groups it made. Raises QueueMismatch.
+
+        One that was flushed is founded anew with as many shards as it had: producers go on with the count they know.
+        """
+        meta = await scripts.join(redis or self.redis, self.keys.base, VERSION, self.shards, model)
         if meta.version != str(VERSION):
             raise QueueMismatch(f"queue {self.keys.queue!r} speaks protocol {meta.version!r}, this worker {VERSION}")
         if meta.model != model:
@@ -211,10 +214,12 @@ class Queue:
 
     def _reply(self, reply: scripts.Claim) -> ClaimReply:
         positions = {self.keys.base + state.name: state.last_id for state in reply.streams}
+        if reply.bell_id:
+            positions[self.keys.bell] = reply.bell_id
         return ClaimReply(
             jobs=[_claimed(row, reply.now_ms) for row in reply.jobs],
             notes=reply.notes,
-            positions={**positions, self.keys.bell: reply.bell_id},
+            positions=positions,
             waiting=scripts.by_priority((state.name, state.waiting) for state in reply.streams),
             more=reply.more,
             groups_made=reply.groups_made,

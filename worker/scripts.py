@@ -35,7 +35,7 @@ class Script:
 
 
 _append = Script("append")
-_claim = Script("delayed", "claim")
+_claim = Script("endings", "delayed", "claim")
 _finish = Script("finish")
 _join = Script("join")
 _leave = Script("leave")
@@ -210,7 +210,7 @@ def _claimed(row: list[Any]) -> ClaimedRow:
         cached_tokens=int(cached) if cached else None,
         suspect=bool(suspect),
         submitted_ms=submitted,
-        taken_from=taken.decode(),
+        taken_from=taken.decode(errors="replace"),
         body=body,
         deadline_ms=int(deadline) if deadline else None,
         tenant=tenant,

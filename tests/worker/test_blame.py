@@ -1,7 +1,7 @@
 """The claim script: who is charged with the death of a worker, trials, and the quiet time after a downtime."""
 
 from gllm.protocol import Error
-from tests.worker.queue_bench import QueueBench, now_ms, publish, until
+from tests.worker.queue_bench import QueueBench, finish, now_ms, publish, until
 from worker.queue import MAX_ATTEMPTS, MAX_CLAIMS, Queue
 
 
@@ -138,3 +138,41 @@ async def test_released_jobs_are_claimable_in_the_quiet_time(bench: QueueBench) 
     await bench.redis.hset(bench.keys.meta, "quiet_until", await now_ms(bench.redis) + 60_000)
 
     assert await ids(bench, two) == ["a"]
+
+
+async def test_trial_that_this_worker_has_lost_is_in_nobodys_way(bench: QueueBench) -> None:
+    first, second, third = [await bench.worker(name) for name in ("first", "second", "third")]
+    for job_id in ("s0", "s1"):
+        await bench.submit(job_id)
+    await bench.claimed(first)
+    await bench.die(first)
+    (trial,) = await bench.claimed(second)
+    await second.release([trial])
+    await bench.claimed(third)
+    await bench.redis.hset(bench.keys.worker("second"), "trial", trial.id)  # as if the release's answer were older
+
+    (following,) = await bench.claimed(second)
+
+    assert following.id != trial.id
+    assert following.suspect
+
+
+async def test_trial_ends_with_its_job(bench: QueueBench) -> None:
+    first, second = await bench.worker("first"), await bench.worker("second")
+    await bench.one(first)
+    await bench.die(first)
+    (trial,) = await bench.claimed(second)
+
+    await finish(second, trial, 0)
+
+    assert await bench.redis.hget(bench.keys.worker("second"), "trial") is None
+
+
+async def test_trial_of_a_worker_whose_heartbeat_is_gone_expires(bench: QueueBench) -> None:
+    first, second = await bench.worker("first"), await bench.worker("second")
+    await bench.one(first)
+    await bench.die(first)
+    await bench.redis.delete(bench.keys.worker("second"))
+
+    assert await ids(bench, second) == ["a"]
+    assert 0 < await bench.redis.pttl(bench.keys.worker("second")) <= 10 * second.lease_ms

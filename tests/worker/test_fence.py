@@ -40,6 +40,27 @@ async def test_append_again_after_a_lost_answer_is_ok_and_writes_nothing(bench: 
     assert await bench.entries("a") == ["0-1", "3-0"]
 
 
+async def test_mark_beyond_what_redis_has_is_a_gap(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    job = await bench.one(worker)
+    await publish(worker, job, 0, 2)
+
+    (answer,) = await worker.append([mark(job, 5)])
+
+    assert (answer.status, answer.n) == ("GAP", 2)
+    assert await bench.entries("a") == ["2-0"]
+
+
+async def test_count_of_cached_tokens_is_that_of_the_first_start(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    job = await bench.one(worker)
+
+    await worker.append([mark(job, 0, 7)])
+    await worker.append([mark(job, 0, 9)])
+
+    assert await bench.field("a", "cached_tokens") == "7"
+
+
 async def test_mark_again_is_ok(bench: QueueBench) -> None:
     worker = await bench.worker()
     job = await bench.one(worker)
@@ -75,13 +96,15 @@ async def test_finish_says_gap_before_all_tokens_are_there(bench: QueueBench) ->
     assert await bench.field("a", "state") == "running"
 
 
-@pytest.mark.parametrize("other", ["epoch", "worker"])
-async def test_fence_refuses_another_epoch_and_another_worker(bench: QueueBench, other: str) -> None:
+@pytest.mark.parametrize("other", ["epoch", "worker", "state"])
+async def test_fence_refuses_another_epoch_another_worker_and_another_state(bench: QueueBench, other: str) -> None:
     owner = await bench.worker("owner")
-    zombie = owner if other == "epoch" else await bench.worker("zombie")
+    zombie = await bench.worker("zombie") if other == "worker" else owner
     job = await bench.one(owner)
     if other == "epoch":  # a failover has handed out one epoch twice: only the worker's name tells them apart
         await bench.redis.hincrby(bench.keys.job("a"), "epoch", 1)
+    elif other == "state":
+        await bench.redis.hset(bench.keys.job("a"), "state", "ended")
 
     answers = [
         await publish(zombie, job, 0, 1),
@@ -180,6 +203,7 @@ async def test_append_repairs_from_the_reply_when_the_record_is_older(bench: Que
 
     assert (gap.status, gap.n) == ("GAP", 3)
     assert (covered.status, covered.n) == ("GAP", 6)
+    assert await bench.field("a", "n") == "8"
     assert (on.status, await bench.entries("a")) == ("OK", ["3-0", "6-0", "8-0"])
 
 

@@ -6,8 +6,9 @@ import time
 import pytest
 
 from gllm.protocol import TERMINAL_ENTRY_ID
-from tests.worker.queue_bench import QueueBench, finish, kinds, publish, tokens, until
+from tests.worker.queue_bench import QueueBench, finish, kinds, now_ms, publish, tokens, until
 from worker.queue import LEFT_SECONDS, Queue
+from worker.scripts import AppendRow
 
 
 async def ids(bench: QueueBench, worker: Queue, want: int = 16, active: tuple[str, ...] = ()) -> list[str]:
@@ -205,3 +206,49 @@ async def test_expired_jobs_left_for_want_of_room_come_before_new_ones_and_low_o
         await asyncio.sleep(LEFT_SECONDS)
 
     assert taken == [*old[:7], "old-9", *old[7:9]]
+
+
+async def test_mark_of_a_new_owner_sorts_behind_those_of_lost_epochs(bench: QueueBench) -> None:
+    """The record is gone, and with it the count of owners: a mark with a smaller number would be refused silently."""
+    dead, heir = await bench.worker("dead"), await bench.worker("heir")
+    job = await bench.one(dead)
+    await bench.redis.hset(bench.keys.job("a"), "epoch", 5)
+    await dead.append([mark(job.id, 5, 0)])
+    await bench.redis.delete(bench.keys.job("a"))
+    await bench.die(dead)
+
+    (taken,) = await bench.claimed(heir)
+    await heir.append([mark("a", taken.epoch, 0)])
+
+    assert taken.epoch == 6
+    assert await bench.entries("a") == ["0-5", "0-6"]
+
+
+def mark(job_id: str, epoch: int, n: int) -> AppendRow:
+    return AppendRow("mark", job_id, epoch, n, n, b'{"type":"resume"}')
+
+
+async def test_own_jobs_of_a_lost_answer_are_not_charged_however_old_the_heartbeat(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    await bench.one(worker)
+    await bench.die(worker)
+    await bench.redis.zadd(bench.keys.workers, {"other": await now_ms(bench.redis)})
+
+    (job,) = await bench.claimed(worker)
+
+    assert (job.attempt, job.claims) == (0, 2)
+
+
+async def test_claim_that_saw_a_thousand_pending_entries_says_that_there_may_be_more(bench: QueueBench) -> None:
+    worker = await bench.worker(lease=60)
+    stream = bench.keys.jobs("normal", 0)
+    async with bench.redis.pipeline(transaction=False) as many:
+        for n in range(1100):
+            many.xadd(stream, {"id": f"j{n}", "body": "{}"})
+        many.xreadgroup("workers", "-released", {stream: ">"}, count=1100)
+        await many.execute()
+
+    busy = [f"j{n}" for n in range(1000) if n != 500]
+    reply = await worker.claim(8, busy)
+
+    assert ([job.id for job in reply.jobs], reply.more) == (["j500"], True)

@@ -3,37 +3,34 @@
 -- ARGV[1]  worker   ARGV[2] want: the most jobs to hand out   ARGV[3] lease in ms
 -- ARGV[4]  '1' to scan for expired entries too   ARGV[5] '1' to take up own pending entries that are not active
 -- ARGV[6]  limit of charged attempts   ARGV[7] limit of claims; ARGV[8…] ids of the jobs active in this worker
--- Returns  {now in ms, more, suspects, groups, last id of the bell, streams, jobs, notes, left}
+-- Returns  {now in ms, more, suspects, groups, last id of the bell ('': it is no stream), streams, jobs, notes, left}
 --   more      1: stopped before everything was dealt with     suspects  number of suspects left for later
 --   groups    number of groups that were lost and made again
 --   streams   per stream: name, last id delivered (read on from it), number of waiting entries
 --   jobs      per job: id, stream, entry, epoch, attempts, claims, n, cached_tokens, suspect, submitted ms, taken from
 --             ('' a new entry, else its last worker), body, deadline, tenant, affinity, traceparent ('' where absent)
---   notes     per event: kind, id, text. Ended here: cancelled deadline invalid unsupported too_large max_attempts.
---             Dropped: duplicate ended vanished. Others: delayed promoted dead_letter unburied (the dead letter could not
---             be written) stream (a key of the queue is not what it should be)
+--   notes     per event: kind, id, text. Ended here: cancelled deadline invalid unsupported too_large max_attempts
+--             internal. Dropped: duplicate ended vanished. Others: delayed promoted dead_letter unburied (the dead letter
+--             could not be written) unowned (entries that nobody had) stream (a key of the queue is not what it should be)
 --   left      1: expired entries were left for want of room
 -- Error words: none of its own. A lost group is made again at id 0; a stream of another type becomes a note.
 
 local MAX_REPLY_BYTES = 16 * 1024 * 1024
-local MAX_BODY_BYTES = 4 * 1024 * 1024
+local JOB_BYTES = 4096 -- of one in the reply, beside its body
 local MAX_HANDLED = 256 -- entries dealt with in one call, so that a million duplicates cannot block the server
 local PAGE, MAX_PAGES = 100, 10
 
-local worker, want, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local want, lease = tonumber(ARGV[2]), tonumber(ARGV[3])
 local scan_expired, scan_own = ARGV[4] == '1', ARGV[5] == '1'
 local max_attempts, max_claims = tonumber(ARGV[6]), tonumber(ARGV[7])
 local active = {}
 for i = 8, #ARGV do active[ARGV[i]] = true end
 
-local now = now_ms()
-local jobs, notes = {}, {}
+local jobs = {}
 local bytes, handled, suspects, groups, more, left = 0, 0, 0, 0, false, false
 
-local function note(kind, id, text) notes[#notes + 1] = {kind, id or '', text or ''} end
-
 local function full()
-  return #jobs >= want or handled >= MAX_HANDLED or bytes > MAX_REPLY_BYTES - MAX_BODY_BYTES - 65536
+  return #jobs >= want or handled >= MAX_HANDLED or bytes + MAX_BODY_BYTES + JOB_BYTES > MAX_REPLY_BYTES
 end
 
 local function usable(id) return id and #id <= 128 and id:match('^[%w._:-]+$') ~= nil end
@@ -43,60 +40,24 @@ local function alive(name)
   return heartbeat and tonumber(heartbeat) >= now - lease
 end
 
--- Unix milliseconds in plain digits; Lua's own tonumber would take 'nan', '0x10' and '1e300', too.
-local function millis(name, text)
-  if not text then return nil end
-  if not text:match('^%d+$') or #text > 15 then error(name .. ': unix milliseconds expected, got ' .. shown(text), 0) end
-  return tonumber(text)
-end
-
--- Writes a dead letter; that this fails (`dead` is of another type) must not keep the entry in the way.
-local function send_letter(item, reason, message)
-  local problem = guarded(bury, {reason = reason, error = message, attempts = item.record.attempts,
-    worker = item.record.worker, stream = item.stream, fields = item.fields})
-  local id = item.id and item.id:sub(1, 128)
-  if problem then note('unburied', id, problem) else note('dead_letter', id, reason .. ': ' .. message) end
-end
-
--- Ends a job that nobody will run, and says so. `letter`: the reason of a dead letter to write first, or nil.
-local function close(item, kind, event, letter)
-  if letter then send_letter(item, letter, event.message) end
-  local problem = end_job(item.id, cjson.encode(event), item.stream, item.entry, item.record.worker or worker)
-  note(kind, item.id, problem or event.message)
-end
-
-local function refuse(item, code, message, letter)
-  close(item, code, {type = 'error', code = code, message = message, retryable = false}, letter)
-end
-
--- Ends a job as `done`; what was published of it before stays and is counted.
-local function finish(item, reason)
-  local first = redis.call('XRANGE', base .. 'out:' .. item.id, '-', '+', 'COUNT', 1)[1]
-  local known, event = pcall(function() return cjson.decode(first[2][2]) end)
-  local start = known and type(event) == 'table' and event or {}
-  close(item, reason, {type = 'done', finish_reason = reason, stop = cjson.null, text = '',
-    usage = {prompt_tokens = start.prompt_tokens or 0, cached_tokens = tonumber(item.record.cached or '0'),
-             completion_tokens = item.record.n, preemptions = 0},
-    timings = {queue = math.max(0, now - item.submitted) / 1000, total = 0}})
-end
-
 local function load_record(id)
   local got = redis.call('HMGET', base .. 'job:' .. id, 'state', 'entry', 'epoch', 'worker', 'attempts', 'claims', 'n',
     'cached_tokens')
   return {state = got[1], entry = got[2], epoch = tonumber(got[3] or '0'), worker = got[4] or '',
           attempts = tonumber(got[5] or '0'), claims = tonumber(got[6] or '0'), n = tonumber(got[7] or '0'),
-          cached = got[8] or nil}
+          cached = got[8] and got[8]:match('^%d+$')}
 end
 
 -- The reply is the truth about n and about the end; the record may be lost or older (a failover). Where the reply is
--- gone, n stays: the tokens are generated again from 0 and published from n. Returns whether the job had ended.
+-- gone, n stays: the tokens are generated again from 0 and published from n. Returns whether the job has ended: a record
+-- that says so beside a reply without an end is wrong, somebody still waits for one.
 local function reconcile(id, record)
   local n, sequence, last = last_of(id)
   if not n then return record.state == 'ended' end
   if last == TERMINAL then return true end
   record.n = n
   record.epoch = math.max(record.epoch, sequence) -- so that our mark sorts behind those of lost epochs
-  return record.state == 'ended'
+  return false
 end
 
 -- Charged is who was running when the worker died; not one whose worker lives (its claim's answer was lost), and none
@@ -128,37 +89,22 @@ local function take(item)
     redis.call('HSET', base .. 'worker:' .. worker, 'trial', item.id)
     redis.call('PEXPIRE', base .. 'worker:' .. worker, 10 * lease)
   end
-  bytes = bytes + #fields.body
+  bytes = bytes + #fields.body + JOB_BYTES
   jobs[#jobs + 1] = {item.id, item.stream, item.entry, epoch, record.attempts, claims, record.n, record.cached or '',
     suspect and 1 or 0, item.submitted, record.state == 'running' and record.worker or '', fields.body,
     fields.deadline or '', fields.tenant or '', fields.affinity or '', fields.traceparent or ''}
 end
 
--- What is wrong with an entry as such; true when it has been dealt with.
-local function refused(item)
-  local fields = item.fields
-  if fields.v and fields.v ~= '1' then
-    refuse(item, 'unsupported', 'v: protocol version 1 expected, got ' .. shown(fields.v))
-  elseif not fields.body then
-    refuse(item, 'invalid', 'body: a JSON or MessagePack object expected, got none')
-  elseif #fields.body > MAX_BODY_BYTES then
-    refuse(item, 'too_large', 'body: at most ' .. MAX_BODY_BYTES .. ' bytes expected, got ' .. #fields.body, 'too_large')
-  else
-    return false
-  end
-  return true
-end
-
 -- Whether the job ends or waits here instead of running now; true when it has been dealt with.
 local function settled(item)
   local fields, record = item.fields, item.record
-  local deadline, not_before = millis('deadline', fields.deadline), millis('not_before', fields.not_before)
+  local deadline, not_before = tonumber(fields.deadline or ''), tonumber(fields.not_before or '')
   if redis.call('EXISTS', base .. 'cancel:' .. item.id) == 1 then
     finish(item, 'cancelled')
   elseif deadline and deadline <= now then
     finish(item, 'deadline')
   elseif not_before and not_before > now and record.claims == 0 then
-    park(item, not_before, now, note)
+    park(item, not_before)
   elseif record.attempts >= max_attempts or record.claims >= max_claims then
     refuse(item, 'max_attempts', 'given up after ' .. record.attempts .. ' workers died with it and '
       .. record.claims .. ' claims', 'max_attempts')
@@ -168,14 +114,26 @@ local function settled(item)
   return true
 end
 
+-- Whether another entry stands for this id: it is in its stream, or parked, or has ended. One that was deleted, or got
+-- lost in a failover, stands for nothing: this one takes its place, or submitting the job again would be in vain.
+local function duplicate(item, ended)
+  local record = item.record
+  if not record.entry or record.entry == item.here then return false end
+  if ended and record.state == 'ended' then return true end
+  if record.state == 'delayed' then return redis.call('ZSCORE', base .. 'delayed', item.id) ~= false end
+  local stream, entry = record.entry:match('^([^|]+)|(.+)$')
+  return #redis.call('XRANGE', base .. stream, entry, entry) > 0
+end
+
 local function admit(item)
   item.record = load_record(item.id)
   local record = item.record
-  if record.entry and record.entry ~= item.here then
+  local ended = reconcile(item.id, record)
+  if duplicate(item, ended) then
     drop(item.stream, item.entry)
     return note('duplicate', item.id)
   end
-  if reconcile(item.id, record) then
+  if ended then
     if record.state == 'ended' then
       drop(item.stream, item.entry)
     else
@@ -185,7 +143,7 @@ local function admit(item)
   end
   -- it runs here, or its live worker will renew it: it stays pending, and is looked at again when that ends
   if active[item.id] then return end
-  if not item.pending and record.state == 'running' and record.worker ~= worker and alive(record.worker) then return end
+  if not item.expired and record.state == 'running' and record.worker ~= worker and alive(record.worker) then return end
   if refused(item) then return end
   charge(item)
   if settled(item) then return end
@@ -196,16 +154,17 @@ local function admit(item)
   take(item)
 end
 
--- One entry, whatever it is. What raises becomes a dead letter and, where the id can be used, an error for the client.
-local function handle(stream, entry, flat, pending)
+-- One entry, whatever it is. What raises becomes a dead letter and an error for the client. `pending`: it was delivered
+-- before; `expired`: and nobody has renewed it for a lease.
+local function handle(stream, entry, flat, pending, expired)
   local item = {stream = stream, entry = entry, here = stream .. '|' .. entry, fields = map_of(flat), pending = pending,
-                submitted = tonumber(entry:match('^%d+')), record = {}}
+                expired = expired, submitted = tonumber(entry:match('^%d+')), record = {}}
   item.id = item.fields.id
   local problem
   if usable(item.id) then
     problem = guarded(admit, item)
     if not problem then return end
-    guarded(refuse, item, 'invalid', problem, 'malformed')
+    guarded(give_up, item, problem)
   else
     send_letter(item, 'malformed', 'id: 1 to 128 characters of [A-Za-z0-9._:-] expected, got ' .. shown(item.id or ''))
   end
@@ -225,7 +184,7 @@ local function recover(stream, idle, consumer)
       local entry = redis.call('XRANGE', base .. stream, pending[1], pending[1])[1]
       if entry then
         local before = #jobs + #notes
-        handle(stream, entry[1], entry[2], true)
+        handle(stream, entry[1], entry[2], true, not consumer)
         -- what was left alone (active, or a suspect) hides nothing behind it, and gives no reason to look again at once
         if #jobs + #notes > before then handled = handled + 1 end
       else -- trimmed or deleted while pending: nothing is left to run
@@ -240,14 +199,37 @@ local function recover(stream, idle, consumer)
   more = more or handled > 0
 end
 
+-- What was delivered is pending for somebody; an entry that is not (acknowledged by hand, or its consumer deleted) would
+-- never be looked at again. To be called when no new entry is left: then the two counts tell at once. It is idle since
+-- now, so that a live worker that runs its job has a lease to renew it.
+local function release_unowned(stream)
+  local pending, start, found = redis.call('XPENDING', base .. stream, GROUP)[1], '-', 0
+  local missing = redis.call('XLEN', base .. stream) - pending
+  for _ = 1, missing > 0 and MAX_PAGES or 0 do
+    local entries = redis.call('XRANGE', base .. stream, start, '+', 'COUNT', PAGE)
+    for _, entry in ipairs(entries) do
+      if #redis.call('XPENDING', base .. stream, GROUP, entry[1], entry[1], 1) == 0 then
+        redis.call('XCLAIM', base .. stream, GROUP, RELEASED, 0, entry[1], 'FORCE', 'JUSTID')
+        found = found + 1
+      end
+    end
+    if found >= missing or #entries < PAGE then break end
+    start = '(' .. entries[#entries][1]
+  end
+  if found > 0 then
+    note('unowned', '', stream .. ': ' .. found)
+    more = true
+  end
+end
+
 local function read_new(stream)
   while not full() do
     -- one by one: a batch would be delivered whole, however large its bodies are
     local reply = redis.call('XREADGROUP', 'GROUP', GROUP, worker, 'COUNT', 1, 'STREAMS', base .. stream, '>')
     local got = reply and reply[1] and reply[1][2][1]
-    if not got then return end
+    if not got then return scan_expired and release_unowned(stream) end
     handled = handled + 1 -- whatever it is, the group has moved on
-    handle(stream, got[1], got[2], false)
+    handle(stream, got[1], got[2], false, false)
   end
   more = true
 end
@@ -280,14 +262,18 @@ end
 
 local streams, states = {}, {}
 for i = 2, #KEYS do streams[i - 1] = KEYS[i]:sub(#base + 1) end
-local problem = guarded(promote, now, note)
+local problem = guarded(promote)
 if problem then note('stream', '', 'delayed: ' .. problem) end
 for _, stream in ipairs(streams) do safely(scan, stream) end
 for _, stream in ipairs(streams) do safely(read_new, stream) end
 for _, stream in ipairs(streams) do guarded(function() states[#states + 1] = state_of(stream) end) end
 local bell = '0-0'
-guarded(function()
+problem = guarded(function()
   local last = redis.call('XREVRANGE', base .. 'bell', '+', '-', 'COUNT', 1)[1]
   if last then bell = last[1] end
 end)
+if problem then
+  bell = '' -- to read on from nowhere: a blocked read of it would fail
+  note('stream', '', 'bell: ' .. problem)
+end
 return {now, more and 1 or 0, suspects, groups, bell, states, jobs, notes, left and 1 or 0}

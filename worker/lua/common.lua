@@ -42,6 +42,13 @@ local function answer(f, row)
   return ('%s %d%s'):format(status, n, text and ' ' .. text:gsub('%c', ' ') or '')
 end
 
+-- A command on one of the queue's own keys. Redis' text for one of another type does not say which key it is: ours does.
+local function own(command, key, ...)
+  local ok, reply = pcall(redis.call, command, base .. key, ...)
+  if ok then return reply end
+  error({err = (text_of(reply):gsub('^%u+', '%0 ' .. base .. key .. ':', 1))}, 0)
+end
+
 -- A value as it may stand in a message: short, printable, and so always valid JSON.
 local function shown(value)
   return "'" .. (tostring(value):sub(1, 64):gsub('[^\32-\126]', '?')) .. "'"
@@ -117,12 +124,14 @@ local function bury(letter)
   redis.call('XADD', base .. 'dead', 'MAXLEN', '~', 1000, '*', unpack(args))
 end
 
+local function has_terminal(out) return #redis.call('XRANGE', out, TERMINAL, TERMINAL) > 0 end
+
 -- Ends a job: terminal event (nil: it is there), record, entry, cancel wish, in one go. Returns the text of an error
 -- that kept the event from being written, or nil; the server's refusal of a second terminal is none.
 local function end_job(id, event, stream, entry, worker)
   local job, out = base .. 'job:' .. id, base .. 'out:' .. id
   local problem = event and guarded(function() redis.call('XADD', out, TERMINAL, 'd', event) end)
-  if problem and problem:find('equal or smaller', 1, true) then problem = nil end
+  if problem and problem:find('equal or smaller', 1, true) and has_terminal(out) then problem = nil end
   redis.call('PEXPIRE', out, REPLY_LIFE_MS)
   problem = guarded(function()
     redis.call('HINCRBY', job, 'epoch', 1)
@@ -138,10 +147,10 @@ end
 -- After a downtime of the server every pending entry looks idle, also those of healthy workers. So when the newest
 -- heartbeat is older than a lease, nothing is reclaimed for one lease. Returns whether that time is now.
 local function quiet(now, lease)
-  local newest = redis.call('ZREVRANGE', base .. 'workers', 0, 0, 'WITHSCORES')[2]
+  local newest = own('ZREVRANGE', 'workers', 0, 0, 'WITHSCORES')[2]
   if not newest or tonumber(newest) < now - lease then
-    redis.call('HSET', base .. 'meta', 'quiet_until', now + lease)
+    own('HSET', 'meta', 'quiet_until', now + lease)
     return true
   end
-  return tonumber(redis.call('HGET', base .. 'meta', 'quiet_until') or '0') > now
+  return tonumber(own('HGET', 'meta', 'quiet_until') or '0') > now
 end

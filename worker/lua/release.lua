@@ -12,7 +12,7 @@ local worker, lease = ARGV[1], ARGV[2]
 local function release(id, epoch, stream, entry, charged)
   if not fence(id, epoch, worker) then return 'FENCED' end
   -- the permanent consumer outlives us; idle = lease lets the claim's scan of expired entries see it, too
-  local moved = redis.call('XCLAIM', base .. stream, GROUP, RELEASED, 0, entry, 'IDLE', lease, 'JUSTID')
+  local moved = redis.call('XCLAIM', base .. stream, GROUP, RELEASED, 0, entry, 'IDLE', lease, 'FORCE', 'JUSTID')
   if #moved == 0 then return 'GONE' end
   local job = base .. 'job:' .. id
   redis.call('HINCRBY', job, 'epoch', 1)

@@ -12,7 +12,7 @@ local now = now_ms()
 
 local function beat()
   local key = base .. 'worker:' .. worker
-  redis.call('ZADD', base .. 'workers', now, worker)
+  own('ZADD', 'workers', now, worker)
   for i = 4, 2 + 2 * heartbeat, 2 do redis.call('HSET', key, ARGV[i], ARGV[i + 1]) end
   redis.call('HSETNX', key, 'since', now)
   redis.call('HSET', key, 'heartbeat', now, 'lease', lease)
@@ -20,17 +20,17 @@ local function beat()
 end
 
 -- JUSTID, or each renewal would count as a delivery. A plain XCLAIM without the fence would let a zombie steal the
--- job back from the worker that took it over.
+-- job back from the worker that took it over. FORCE: a pending entry that was lost (acknowledged by hand) comes back.
 local function renew(id, epoch, stream, entry)
   if not fence(id, epoch, worker) then return 'FENCED' end
-  redis.call('XCLAIM', base .. stream, GROUP, worker, 0, entry, 'JUSTID')
+  redis.call('XCLAIM', base .. stream, GROUP, worker, 0, entry, 'FORCE', 'JUSTID')
   redis.call('PEXPIRE', base .. 'job:' .. id, DAY_MS)
   redis.call('PEXPIRE', base .. 'out:' .. id, DAY_MS)
   return redis.call('EXISTS', base .. 'cancel:' .. id) == 1 and 'CANCEL' or 'OK'
 end
 
 quiet(now, lease) -- before our own heartbeat makes the newest one look fresh
-local known = redis.call('HEXISTS', base .. 'meta', 'version')
+local known = own('HEXISTS', 'meta', 'version')
 beat()
 local answers = {}
 for i = 4 + 2 * heartbeat, #ARGV, 4 do

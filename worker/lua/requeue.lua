@@ -25,8 +25,8 @@ for _, name in ipairs({'traceparent', 'tenant', 'affinity'}) do
     args[#args + 1] = fields[name]
   end
 end
+local entry = redis.call('XADD', base .. stream, '*', unpack(args)) -- first: it may fail
 redis.call('DEL', base .. 'job:' .. id, base .. 'out:' .. id, base .. 'cancel:' .. id)
-local entry = redis.call('XADD', base .. stream, '*', unpack(args))
 redis.call('XDEL', base .. 'dead', ARGV[1])
 ring()
 return entry
