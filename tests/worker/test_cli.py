@@ -141,14 +141,6 @@ def test_cli_tail_writes_what_the_encoding_of_the_terminal_has_not(
     assert (done.stdout, done.returncode) == (b"\xe9\\U0001f642\n", 0)
 
 
-def test_cli_tail_gives_a_pipe_every_character(on_queue: Gllm, server: redis_sync.Redis, keys: Keys) -> None:
-    scribe = Scribe(server, keys, "job1")
-    scribe.tokens(0, 0, [1], "\x1b[31mred")
-    scribe.error("internal", "\x1b[2J")
-    result = on_queue("tail", "job1")
-    assert (result.stdout, result.stderr) == ("\x1b[31mred\n", "Error: job job1: internal: \u241b[2J\n")
-
-
 def test_cli_tail_goes_on_behind_an_entry(on_queue: Gllm, server: redis_sync.Redis, keys: Keys) -> None:
     Scribe(server, keys, "job1").hello()
     assert on_queue("tail", "job1").stdout == "Hello world\n"

@@ -14,7 +14,7 @@ from worker.humane import counted
 from worker.terminal import json_line, one_line
 
 if TYPE_CHECKING:
-    from worker.doctor.facts import Finding
+    from worker.doctor.doctor import Finding
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 WIDEST = 120

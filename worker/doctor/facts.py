@@ -24,13 +24,24 @@ Status = Literal["ok", "warn", "fail"]
 T = TypeVar("T")
 
 
-class Finding(Struct, frozen=True):
-    """The answer to one question. `advice`: what to do, empty for `ok`."""
+class Answer(Struct, frozen=True):
+    """What one check says. `advice`: what to do, empty for `ok`."""
 
-    check: str
     status: Status
     found: str
     advice: str = ""
+
+
+def ok(found: str) -> Answer:
+    return Answer("ok", found)
+
+
+def warn(found: str, advice: str) -> Answer:
+    return Answer("warn", found, advice)
+
+
+def fail(found: str, advice: str) -> Answer:
+    return Answer("fail", found, advice)
 
 
 class Unseen(Exception):

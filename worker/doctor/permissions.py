@@ -4,12 +4,14 @@ from typing import Any, cast
 
 from redis.exceptions import ResponseError
 
-from worker.doctor.facts import Facts, Finding, Unseen
+from worker.doctor.facts import Answer, Facts, Unseen, fail, ok
+from worker.doctor.server import Check
 
 # @ stands for the queue's prefix. Every command that the scripts, a worker or a client sends (a test compares).
 NEEDED = """
 PING
 TIME
+CLIENT SETNAME x
 EVAL x 1 @meta
 EVALSHA x 1 @meta
 DEL @job:x
@@ -19,6 +21,7 @@ HEXISTS @meta f
 HGET @meta f
 HGETALL @job:x
 HINCRBY @job:x f 1
+HLEN @job:x
 HMGET @job:x f
 HSET @job:x f v
 HSETNX @meta f v
@@ -49,7 +52,7 @@ ZSCORE @workers x
 """
 
 
-def permissions(facts: Facts) -> Finding:
+def permissions(facts: Facts) -> Answer:
     """ACL DRYRUN for each command, in one pipeline."""
     try:
         user = cast(bytes | str, facts.redis.execute_command("ACL WHOAMI"))
@@ -59,17 +62,17 @@ def permissions(facts: Facts) -> Finding:
     name = user.decode(errors="backslashreplace") if isinstance(user, bytes) else user
     if refused:
         found = f"user {name} may not run {', '.join(refused)}"
-        return Finding("permissions", "fail", found, "ACL SETUSER: see docs/operations.md for what a worker needs")
-    return Finding("permissions", "ok", f"user {name} may do what a worker does")
+        return fail(found, "ACL SETUSER: see docs/operations.md for what a worker needs")
+    return ok(f"user {name} may do what a worker does")
 
 
-def scripts(facts: Facts) -> Finding:
+def scripts(facts: Facts) -> Answer:
     """A harmless EVAL."""
     try:
         facts.redis.eval("return redis.call('EXISTS', KEYS[1])", 1, facts.keys.meta)
     except ResponseError as error:
-        return Finding("scripts", "fail", f"EVAL is refused: {error}", "let this user run EVAL and EVALSHA")
-    return Finding("scripts", "ok", "Lua scripts run")
+        return fail(f"EVAL is refused: {error}", "let this user run EVAL and EVALSHA")
+    return ok("Lua scripts run")
 
 
 def _refused(facts: Facts, user: bytes | str) -> list[str]:
@@ -83,4 +86,7 @@ def _refused(facts: Facts, user: bytes | str) -> list[str]:
 
 
 def _words(command: list[str]) -> int:
-    return 2 if command[0] in ("XGROUP", "XINFO") else 1
+    return 2 if command[0] in ("XGROUP", "XINFO", "CLIENT") else 1
+
+
+CHECKS: dict[str, Check] = {"scripts": scripts, "permissions": permissions}

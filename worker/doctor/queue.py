@@ -4,7 +4,7 @@ from typing import Any
 
 from gllm.keys import GROUP
 from gllm.protocol import VERSION
-from worker.doctor.facts import Facts, Finding
+from worker.doctor.facts import Answer, Facts, fail, ok, warn
 from worker.doctor.server import Check
 from worker.humane import counted, duration
 from worker.inspection.scripts import text
@@ -17,21 +17,19 @@ PERMANENT = ("jobs:", "dead", "bell", "workers", "meta", "delayed")
 TYPES = {"meta": "hash", "workers": "zset", "delayed": "zset", "dead": "stream", "bell": "stream"}
 
 
-def meta(facts: Facts) -> Finding:
+def meta(facts: Facts) -> Answer:
     seen = facts.seen()
     if not seen.version:
-        return Finding("queue", "warn", "no worker has joined it yet", f"gllm worker --queue {facts.keys.queue}")
+        return warn("no worker has joined it yet", f"gllm worker --queue {facts.keys.queue}")
     found = f"protocol {seen.version}, shards {seen.shards or '?'}, model {seen.model[:12] or '?'}"
     if seen.version != str(VERSION):
-        return Finding("queue", "fail", found, f"this gllm speaks protocol {VERSION}: upgrade, or use another queue")
+        return fail(found, f"this gllm speaks protocol {VERSION}: upgrade, or use another queue")
     if not (seen.shards.isdecimal() and 1 <= int(seen.shards) <= MAX_SHARDS):
-        return Finding(
-            "queue", "fail", found, f"set the field shards of {facts.keys.meta} to what it was, 1 by default"
-        )
-    return Finding("queue", "ok", found)
+        return fail(found, f"set the field shards of {facts.keys.meta} to what it was, 1 by default")
+    return ok(found)
 
 
-def types(facts: Facts) -> Finding:
+def types(facts: Facts) -> Answer:
     wanted = {facts.keys.base + name: kind for name, kind in TYPES.items()}
     wanted |= {facts.keys.base + stream.name: "stream" for stream in facts.seen().streams}
     pipeline = facts.redis.pipeline(transaction=False)
@@ -42,21 +40,21 @@ def types(facts: Facts) -> Finding:
         f"{key} is a {kind}, not a {wanted[key]}" for key, kind in got.items() if kind not in ("none", wanted[key])
     ]
     if wrong:
-        return Finding("keys", "fail", "; ".join(wrong), "rename or delete them: the prefix is gllm's alone")
-    return Finding("keys", "ok", "each of its type")
+        return fail("; ".join(wrong), "rename or delete them: the prefix is gllm's alone")
+    return ok("each of its type")
 
 
-def groups(facts: Facts) -> Finding | None:
+def groups(facts: Facts) -> Answer | None:
     seen = facts.seen()
     if not seen.version:
         return None
     broken = [f"{stream.name}: {stream.problem}" for stream in seen.streams if stream.problem]
     if broken:
-        return Finding("groups", "warn", "; ".join(broken), "a worker makes them again when it claims next")
+        return warn("; ".join(broken), "a worker makes them again when it claims next")
     if others := _other_groups(facts):
         advice = "let nothing but gllm read job streams: entries are deleted as soon as a job has ended"
-        return Finding("groups", "warn", f"other groups: {', '.join(others)}", advice)
-    return Finding("groups", "ok", f"{GROUP} on {counted(len(seen.streams), 'stream')}")
+        return warn(f"other groups: {', '.join(others)}", advice)
+    return ok(f"{GROUP} on {counted(len(seen.streams), 'stream')}")
 
 
 def _other_groups(facts: Facts) -> list[str]:
@@ -67,12 +65,12 @@ def _other_groups(facts: Facts) -> list[str]:
     return sorted({text(group["name"]) for answer in answers for group in answer} - {GROUP})
 
 
-def workers(facts: Facts) -> Finding:
+def workers(facts: Facts) -> Answer:
     alive, silent = len(facts.alive), [worker for worker in facts.workers if worker.state == "silent"]
     waiting = sum(stream.waiting for stream in facts.seen().streams)
     if not alive:
         found = f"none is alive, {counted(waiting, 'job')} waiting"
-        return Finding("workers", "fail" if waiting else "warn", found, f"gllm worker --queue {facts.keys.queue}")
+        return Answer("fail" if waiting else "warn", found, f"gllm worker --queue {facts.keys.queue}")
     capacities = [worker.capacity or "" for worker in facts.alive]
     room = sum(int(capacity) for capacity in capacities if capacity.isdecimal())
     found = f"{alive} alive, room for {counted(room, 'job')}"
@@ -81,66 +79,66 @@ def workers(facts: Facts) -> Finding:
         advice = (
             "killed, frozen, or cut off from Redis: look at their logs, or wait until they are forgotten (10 leases)"
         )
-        return Finding("workers", "warn", f"{found}; {len(silent)} silent, the longest for {oldest}", advice)
-    return Finding("workers", "ok", found)
+        return warn(f"{found}; {len(silent)} silent, the longest for {oldest}", advice)
+    return ok(found)
 
 
-def agreement(facts: Facts) -> Finding | None:
+def agreement(facts: Facts) -> Answer | None:
     if len(facts.alive) < 2:
         return None
     numerics = {worker.numerics for worker in facts.alive}
     versions = sorted({worker.version or "?" for worker in facts.alive})
     if len(numerics) > 1:
         advice = "use equal devices, dtypes and versions where a job that is taken over must go on with the same text"
-        return Finding("agreement", "warn", f"workers compute in {len(numerics)} different ways (numerics)", advice)
+        return warn(f"workers compute in {len(numerics)} different ways (numerics)", advice)
     if len(versions) > 1:
-        return Finding("agreement", "warn", f"workers of versions {', '.join(versions)}", "finish the upgrade")
-    return Finding("agreement", "ok", "all workers compute alike")
+        return warn(f"workers of versions {', '.join(versions)}", "finish the upgrade")
+    return ok("all workers compute alike")
 
 
-def holders(facts: Facts) -> Finding:
+def holders(facts: Facts) -> Answer:
     lost = [worker for worker in facts.workers if worker.state != "alive" and worker.jobs]
     count = sum(worker.jobs for worker in lost)
     if not count:
-        return Finding("holders", "ok", "every job that runs has a worker that is alive")
+        return ok("every job that runs has a worker that is alive")
     advice = "others take them over within a lease" if facts.alive else f"gllm worker --queue {facts.keys.queue}"
     found = f"{counted(count, 'job')} in the name of {counted(len(lost), 'worker')} without a fresh heartbeat"
-    return Finding("holders", "warn", found, advice)
+    return warn(found, advice)
 
 
-def backlog(facts: Facts) -> Finding:
+def backlog(facts: Facts) -> Answer:
     seen = facts.seen()
     waiting = sum(stream.waiting for stream in seen.streams)
     ages = [seen.now_ms - stream.oldest_ms for stream in seen.streams if stream.oldest_ms is not None]
     found = f"{counted(waiting, 'job')} waiting" + (f", the oldest for {duration(max(ages))}" if ages else "")
     if ages and max(ages) > LONG_WAIT_MS:
         advice = "more workers, or larger ones: these are full" if facts.alive else "somebody has to work"
-        return Finding("backlog", "warn", found, advice)
+        return warn(found, advice)
     if any(stream.lag is None and not stream.problem for stream in seen.streams):
         advice = "scale by the number that waits: lag stays unknown until the group has read on"
-        return Finding("backlog", "warn", f"{found}; lag unknown, because a waiting entry was deleted", advice)
-    return Finding("backlog", "ok", found)
+        return warn(f"{found}; lag unknown, because a waiting entry was deleted", advice)
+    return ok(found)
 
 
-def delayed(facts: Facts) -> Finding:
+def delayed(facts: Facts) -> Answer:
     seen = facts.seen()
     late = None if seen.due_ms is None else seen.now_ms - seen.due_ms
     if late is None:
-        return Finding("delayed", "ok", "none")
+        return ok("none")
     if late > OVERDUE_MS:
         advice = "a claim promotes them: is there a worker with room?"
-        return Finding("delayed", "warn", f"{counted(seen.delayed, 'job')}, one overdue for {duration(late)}", advice)
-    return Finding("delayed", "ok", f"{counted(seen.delayed, 'job')}, the next in {duration(max(0, -late))}")
+        return warn(f"{counted(seen.delayed, 'job')}, one overdue for {duration(late)}", advice)
+    return ok(f"{counted(seen.delayed, 'job')}, the next in {duration(max(0, -late))}")
 
 
-def dead(facts: Facts) -> Finding:
+def dead(facts: Facts) -> Answer:
     count = facts.seen().dead
     if count:
-        return Finding("dead letters", "warn", f"{count:,}", "gllm dead ls; then gllm dead retry, or gllm dead purge")
-    return Finding("dead letters", "ok", "none")
+        return warn(f"{count:,}", "gllm dead ls; then gllm dead retry, or gllm dead purge")
+    return ok("none")
 
 
-def lives(facts: Facts) -> Finding:
+def lives(facts: Facts) -> Answer:
     """A bounded look at keys: each must expire or be one of the permanent ones."""
     base, looked, immortal = facts.keys.base, 0, list[str]()
     for cursor in _cursors(facts):
@@ -152,9 +150,13 @@ def lives(facts: Facts) -> Finding:
             pipeline.ttl(name)
         immortal += [name for name, ttl in zip(temporary, pipeline.execute(), strict=True) if ttl == -1]
     if immortal:
-        found = f"{counted(len(immortal), 'key')} that never expire, like {immortal[0]}"
-        return Finding("lives of keys", "warn", found, "nobody will delete them: DEL, if they are nobody's")
-    return Finding("lives of keys", "ok", f"each of the {counted(looked, 'key')} looked at expires or is to stay")
+        found = (
+            f"1 key never expires: {immortal[0]}"
+            if len(immortal) == 1
+            else (f"{len(immortal):,} keys never expire, like {immortal[0]}")
+        )
+        return warn(found, "nobody will delete them: DEL, if they are nobody's")
+    return ok(f"each of the {counted(looked, 'key')} looked at expires or is to stay")
 
 
 def _cursors(facts: Facts) -> Any:
@@ -168,6 +170,7 @@ def _cursors(facts: Facts) -> Any:
             return
 
 
-CHECKS: tuple[Check, ...] = (
-    meta, types, groups, workers, agreement, holders, backlog, delayed, dead, lives,
-)  # fmt: skip
+CHECKS: dict[str, Check] = {
+    "queue": meta, "keys": types, "groups": groups, "workers": workers, "agreement": agreement, "holders": holders,
+    "backlog": backlog, "delayed": delayed, "dead letters": dead, "lives of keys": lives,
+}  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from worker.doctor.facts import Facts, Finding
+from worker.doctor.facts import Answer, Facts, fail, ok, warn
 from worker.humane import duration, size
 
 OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
@@ -12,166 +12,159 @@ IDLE_SECONDS = 30  # `timeout` spares blocked readers; a worker's other connecti
 CLAIM_BYTES = 32 * 1024 * 1024  # a claim's answer is at most 16 MiB; twice that for what is on the way
 CLOCK_MS = 1000.0
 
-Check = Callable[[Facts], Finding | None]
+Check = Callable[[Facts], Answer | None]
 
 
-def reachable(facts: Facts) -> Finding:
+def reachable(facts: Facts) -> Answer:
     found = f"ping {facts.ping_ms:.2f} ms"
     if facts.ping_ms > SLOW_PING_MS:
-        return Finding(
-            "reachable", "warn", found, "bring workers and Redis closer: each flush of tokens waits that long"
-        )
-    return Finding("reachable", "ok", found)
+        return warn(found, "bring workers and Redis closer: each flush of tokens waits that long")
+    return ok(found)
 
 
-def version(facts: Facts) -> Finding:
+def version(facts: Facts) -> Answer:
     kind = str((facts.info or {}).get("server_name", "redis"))
     text = str(facts.told("valkey_version" if kind == "valkey" else "redis_version"))
     found = f"{kind} {text}"
     numbers = tuple(int(part) for part in text.split(".")[:2] if part.isdecimal())
     if kind not in OLDEST or any("dragonfly" in name for name in facts.info or {}):
-        return Finding("version", "warn", found, "gllm is tested with Redis 7.0 and newer and Valkey 8 and newer only")
+        return warn(found, "gllm is tested with Redis 7.0 and newer and Valkey 8 and newer only")
     if numbers < OLDEST[kind]:
-        return Finding("version", "fail", found, "Redis 7.0 or newer, or Valkey 8 or newer, is needed")
-    return Finding("version", "ok", found)
+        return fail(found, "Redis 7.0 or newer, or Valkey 8 or newer, is needed")
+    return ok(found)
 
 
-def role(facts: Facts) -> Finding:
+def role(facts: Facts) -> Answer:
     found = str(facts.told("role"))
     if found != "master":
-        return Finding("role", "fail", f"{found}: it refuses writes (READONLY)", "name the primary in --redis")
-    return Finding("role", "ok", "primary")
+        return fail(f"{found}: it refuses writes (READONLY)", "name the primary in --redis")
+    return ok("primary")
 
 
-def cluster(facts: Facts) -> Finding | None:
+def cluster(facts: Facts) -> Answer | None:
     if not facts.told("cluster_enabled"):
         return None
     found = facts.redis.execute_command("CLUSTER INFO")
     state = str(found.get("cluster_state", "?") if isinstance(found, dict) else found)
     if state != "ok":
-        return Finding("cluster", "fail", f"cluster_state {state}", "see redis-cli --cluster check")
-    return Finding("cluster", "ok", f"cluster_state ok; {facts.keys.base}* lies in one slot")
+        return fail(f"cluster_state {state}", "see redis-cli --cluster check")
+    return ok(f"cluster_state ok; {facts.keys.base}* lies in one slot")
 
 
-def eviction(facts: Facts) -> Finding:
+def eviction(facts: Facts) -> Answer:
     policy, limit = str(facts.told("maxmemory_policy")), int(facts.told("maxmemory"))
     found = f"maxmemory-policy {policy}"
     if policy == "noeviction":
-        return Finding("eviction", "ok", found)
+        return ok(found)
     advice = (
         "CONFIG SET maxmemory-policy noeviction, and in the server's configuration: eviction deletes jobs and replies"
     )
-    return Finding("eviction", "fail" if limit else "warn", found, advice)
+    return Answer("fail" if limit else "warn", found, advice)
 
 
-def memory(facts: Facts) -> Finding:
+def memory(facts: Facts) -> Answer:
     used, limit = int(facts.told("used_memory")), int(facts.told("maxmemory"))
     if not limit:
         advice = (
             "set maxmemory below the machine's memory: a full Redis that refuses writes heals, a killed one does not"
         )
-        return Finding("memory", "warn", f"{size(used)} used, no maxmemory", advice)
+        return warn(f"{size(used)} used, no maxmemory", advice)
     found = f"{size(used)} of {size(limit)} used ({used / limit:.0%})"
     if used > NEARLY_FULL * limit:
         advice = "raise maxmemory or take less in: a full server refuses writes, workers and producers wait"
-        return Finding("memory", "fail" if used > FULL * limit else "warn", found, advice)
-    return Finding("memory", "ok", found)
+        return Answer("fail" if used > FULL * limit else "warn", found, advice)
+    return ok(found)
 
 
-def persistence(facts: Facts) -> Finding:
+def persistence(facts: Facts) -> Answer:
     advice = "CONFIG SET appendonly yes, and in the server's configuration"
     if facts.told("aof_enabled"):
-        return Finding("persistence", "ok", "appendonly yes")
+        return ok("appendonly yes")
     saves = facts.setting("save")
     if saves:
         found = f"appendonly no, save {saves}: a restart loses what came after the last snapshot"
-        return Finding("persistence", "warn", found, advice)
-    return Finding(
-        "persistence", "warn", "appendonly no, no snapshots: a restart of the server loses every job", advice
-    )
+        return warn(found, advice)
+    return warn("appendonly no, no snapshots: a restart of the server loses every job", advice)
 
 
-def fsync(facts: Facts) -> Finding | None:
+def fsync(facts: Facts) -> Answer | None:
     if not facts.told("aof_enabled"):
         return None
     policy = facts.setting("appendfsync")
     if policy == "no":
         found = "appendfsync no: a crash of the machine loses what its kernel had not written, often 30 seconds"
-        return Finding("fsync", "warn", found, "CONFIG SET appendfsync everysec")
+        return warn(found, "CONFIG SET appendfsync everysec")
     loses = {"everysec": "a crash of the machine loses up to a second", "always": "loses nothing, and is slower"}
-    return Finding("fsync", "ok", f"appendfsync {policy}: {loses.get(policy, '?')}")
+    return ok(f"appendfsync {policy}: {loses.get(policy, '?')}")
 
 
-def saving(facts: Facts) -> Finding:
+def saving(facts: Facts) -> Answer:
     if facts.told("aof_last_write_status") != "ok":
         found = "the last write to the append-only file failed: writes are refused (MISCONF)"
-        return Finding("saving", "fail", found, "make room on its disk")
+        return fail(found, "make room on its disk")
     if facts.told("rdb_last_bgsave_status") != "ok":
         refused = (facts.config or {}).get("stop-writes-on-bgsave-error", "yes") == "yes"
         found = "the last snapshot failed" + (": writes are refused (MISCONF)" if refused else "")
-        return Finding(
-            "saving", "fail" if refused else "warn", found, "see the server's log: disk full, or no memory to fork"
-        )
+        return Answer("fail" if refused else "warn", found, "see the server's log: disk full, or no memory to fork")
     if facts.told("aof_last_bgrewrite_status") != "ok":
-        return Finding("saving", "warn", "the last rewrite of the append-only file failed", "see the server's log")
-    return Finding("saving", "ok", "the last writes to disk went well")
+        return warn("the last rewrite of the append-only file failed", "see the server's log")
+    return ok("the last writes to disk went well")
 
 
-def replicas(facts: Facts) -> Finding | None:
+def replicas(facts: Facts) -> Answer | None:
     if facts.told("role") != "master":
         return None
     count, least = int(facts.told("connected_slaves")), int(facts.setting("min-replicas-to-write"))
     found = f"{count} connected, min-replicas-to-write {least}"
     if count < least:
-        return Finding(
-            "replicas", "fail", f"{found}: writes are refused (NOREPLICAS)", "start replicas, or ask for fewer"
-        )
+        return fail(f"{found}: writes are refused (NOREPLICAS)", "start replicas, or ask for fewer")
     if count and not least:
         advice = "set min-replicas-to-write 1: else a failover can lose jobs that were accepted"
-        return Finding("replicas", "warn", found, advice)
-    return Finding("replicas", "ok", found if count else "none: the server's disk is all there is")
+        return warn(found, advice)
+    return ok(found if count else "none: the server's disk is all there is")
 
 
-def idle_connections(facts: Facts) -> Finding:
+def idle_connections(facts: Facts) -> Answer:
     seconds = int(facts.setting("timeout"))
     found = f"timeout {seconds}"
     if 0 < seconds < IDLE_SECONDS:
         advice = f"CONFIG SET timeout 0, or {IDLE_SECONDS} at least: what is cut has to be connected again and again"
-        return Finding("idle connections", "warn", found, advice)
-    return Finding("idle connections", "ok", found)
+        return warn(found, advice)
+    return ok(found)
 
 
-def buffers(facts: Facts) -> Finding:
+def buffers(facts: Facts) -> Answer:
     words = facts.setting("client-output-buffer-limit").split()
     limits = {words[at]: words[at + 1 : at + 3] for at in range(0, len(words) - 3, 4)}
     hard, soft = (int(limit) for limit in limits.get("normal", ("0", "0")))
     found = f"client-output-buffer-limit normal {size(hard) if hard else 'none'}"
     if 0 < hard < CLAIM_BYTES or 0 < soft < CLAIM_BYTES:
         advice = f"raise both limits to {size(CLAIM_BYTES)} or 0: the answer to a claim may be 16 MiB, and is cut off"
-        return Finding("buffers", "warn", found, advice)
-    return Finding("buffers", "ok", found)
+        return warn(found, advice)
+    return ok(found)
 
 
-def connections(facts: Facts) -> Finding:
+def connections(facts: Facts) -> Answer:
     count, limit = int(facts.told("connected_clients")), int(facts.told("maxclients"))
     found = f"{count:,} of {limit:,}"
     if count > NEARLY_FULL * limit:
-        return Finding("connections", "warn", found, "raise maxclients: each reader of a reply holds a connection")
-    return Finding("connections", "ok", found)
+        return warn(found, "raise maxclients: each reader of a reply holds a connection")
+    return ok(found)
 
 
-def clock(facts: Facts) -> Finding | None:
+def clock(facts: Facts) -> Answer | None:
     if facts.clock_ms is None:
         return None
     ahead = facts.clock_ms
     found = f"the server's is {duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this host's"
     if abs(ahead) > CLOCK_MS:
         advice = "set the clocks (NTP): deadline and not_before mean the server's clock, whoever computes them"
-        return Finding("clock", "warn", found, advice)
-    return Finding("clock", "ok", found)
+        return warn(found, advice)
+    return ok(found)
 
 
-CHECKS: tuple[Check, ...] = (
-    reachable, version, role, cluster, eviction, memory, persistence, fsync, saving, replicas,
-    idle_connections, buffers, connections, clock,
-)  # fmt: skip
+CHECKS: dict[str, Check] = {
+    "reachable": reachable, "version": version, "role": role, "cluster": cluster, "eviction": eviction,
+    "memory": memory, "persistence": persistence, "fsync": fsync, "saving": saving, "replicas": replicas,
+    "idle connections": idle_connections, "buffers": buffers, "connections": connections, "clock": clock,
+}  # fmt: skip

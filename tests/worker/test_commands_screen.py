@@ -1,0 +1,93 @@
+"""What all commands of people share: the terminal, --watch, one line for an error, every character for a pipe."""
+
+import os
+import pty
+import re
+import select
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from gllm.connection import connect_sync
+from gllm.keys import Keys
+from tests.gllm.scribe import Scribe
+from tests.servers import Server, first_kind
+from tests.worker.command_bench import Commands, stable
+
+
+@pytest.fixture
+def one_server(shared_servers: Callable[[str], Server]) -> str:
+    """One kind of server is enough for what happens on this side of it."""
+    return shared_servers(first_kind()).url
+
+
+def read_until(terminal: int, wanted: bytes, seconds: float = 20) -> bytes:
+    """What a terminal shows, up to the wanted text."""
+    seen, end = b"", time.monotonic() + seconds
+    while wanted not in seen:
+        ready, _, _ = select.select([terminal], [], [], max(0, end - time.monotonic()))
+        assert ready, seen
+        seen += os.read(terminal, 65536)
+    return seen
+
+
+def test_ps_on_a_terminal_is_coloured_redrawn_and_ends_with_ctrl_c(one_server: str, queue_name: str) -> None:
+    commands, (ours, theirs) = Commands(one_server, Keys(queue_name)), pty.openpty()
+    process = commands.process("ps", "--watch", "0.1", stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = read_until(ours, b"no workers")
+    assert seen.startswith(b"\x1b[2J")
+    assert b"\x1b[31mno workers" in seen
+    seen = read_until(ours, b"no workers") + read_until(ours, b"no workers")
+    assert b"\x1b[H" in seen, "drawn over what was there"
+    process.send_signal(signal.SIGINT)
+    assert read_until(ours, b"\x1b[?25h"), "the cursor is back"
+    assert process.wait(20) == 0
+    os.close(ours)
+
+
+def test_queue_watched_by_a_program_survives_a_lost_redis(own_server: Server, queue_name: str) -> None:
+    commands = Commands(own_server.url, Keys(queue_name))
+    process = commands.process("queue", "--watch", "0.1", "--json", stdout=-1, stderr=-1)
+    assert process.stdout is not None
+    assert b'"dead":0' in process.stdout.readline()
+    own_server.stop(kill=True)
+    assert any(line.startswith(b"Redis: ") for line in iter(process.stdout.readline, b""))
+    own_server.start()
+    assert any(line.startswith(b"{") for line in iter(process.stdout.readline, b""))
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    "command", [["ps"], ["queue"], ["show", "x"], ["dead", "ls"], ["dead", "retry", "x"], ["doctor"]]
+)
+def test_look_says_in_one_line_that_redis_is_not_there(command: list[str], queue_name: str) -> None:
+    result = Commands("redis://:secret@127.0.0.1:1/0", Keys(queue_name))(*command)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.fullmatch(r"Error: Redis at redis://:\*\*\*@127\.0\.0\.1:1/0: .*refused.*\n", result.stderr)
+
+
+def test_look_says_in_one_line_what_redis_refuses(own_server: Server, queue_name: str) -> None:
+    with connect_sync(own_server.url) as server:
+        server.config_set("requirepass", "secret")
+    for command in ("ps", "queue", "doctor"):
+        result = Commands(own_server.url, Keys(queue_name))(command)
+        assert re.fullmatch(r"Error: Redis at .*[Aa]uthentication required.*\n", result.stderr), result.output
+        assert (result.exit_code, result.stdout) == (1, "")
+
+
+def test_stable_hides_what_differs() -> None:
+    assert stable("1796010637364-0  4.2s  3m20s 2h5m 850ms 1,204 v1 59m") == "E  T  T T T 1,204 v1 T"
+
+
+def test_tail_gives_a_pipe_every_character(redis_url: str, keys: Keys, commands: Commands) -> None:
+    with connect_sync(redis_url) as server:
+        scribe = Scribe(server, keys, "job1")
+        scribe.tokens(0, 0, [1], "\x1b[31mred")
+        scribe.error("internal", "\x1b[2J")
+    result = commands("tail", "job1")
+    assert (result.stdout, result.stderr) == ("\x1b[31mred\n", "Error: job job1: internal: \u241b[2J\n")
