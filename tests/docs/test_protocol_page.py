@@ -11,7 +11,7 @@ from msgspec.inspect import type_info
 
 from gllm import client, keys, protocol, validate
 from gllm.keys import PRIORITIES, Keys
-from gllm.protocol import Done, Error, Job, ReplyEvent, TokenLogprob, decode_event
+from gllm.protocol import Done, Error, Job, ReplyEvent, Timings, TokenLogprob, Usage, decode_event
 from gllm.validate import decode_job
 from tests.docs.pages import ROOT, Page, codes
 
@@ -88,6 +88,12 @@ def test_json_example_of_the_protocol_page_is_of_the_protocol(example: dict[str,
 def test_json_examples_show_every_field_of_every_event(event: type) -> None:
     shown = [set(example) - {"type"} for example in of_type(event)]
     assert set().union(*shown) == set(encoded_names(event))
+
+
+def test_json_example_of_the_end_shows_all_of_usage_and_timings() -> None:
+    (done,) = of_type(Done)
+    for name, kind in (("usage", Usage), ("timings", Timings)):
+        assert list(done[name]) == encoded_names(kind)
 
 
 def test_json_examples_show_logprobs_as_objects() -> None:
