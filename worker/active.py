@@ -109,7 +109,8 @@ class ActiveJob:
         before = self.n
         ending = self.reply.push(ids)
         added = self.n - before
-        self._logprobs += [logprob_of(item) for item in (logprobs or ())[:added]]
+        if logprobs:
+            self._logprobs += [logprob_of(item) for item in logprobs[:added]]
         self.clock.tokens(added, time.monotonic())
         return ending
 
