@@ -63,7 +63,9 @@ def test_body_table_has_every_field_with_range_and_default() -> None:
 
 
 def test_entry_table_has_every_field_that_the_claim_reads() -> None:
-    used = set(re.findall(r"fields\.(\w+)", LUA["claim.lua"]))
+    (fields,) = re.findall(r"^local FIELDS = \{(.*)\}$", LUA["delayed.lua"], re.MULTILINE)
+    used = set(re.findall(r"'(\w+)'", fields))
+    assert used >= set(re.findall(r"fields\.(\w+)", LUA["claim.lua"] + LUA["endings.lua"]))
     assert set(PAGE.table("Submit")) == used
 
 
@@ -146,15 +148,12 @@ def test_error_codes_and_finish_reasons_are_all_explained() -> None:
 
 
 def test_dead_letters_are_explained_with_all_their_reasons_and_fields() -> None:
+    calls = r"(?:refuse|close|send_letter)\((?:[^()]|\([^()]*\))*?, '(\w+)'(?:\)|, ')"
+    returned = r"return '\w+', .*, '(\w+)'$"
     text = "".join(LUA.values())
-    reasons = set(re.findall(r"reason = '(\w+)'", text)) | set(
-        re.findall(r"refuse\(.*, '(\w+)'\)$", text, re.MULTILINE)
-    )
-    reasons |= set(re.findall(r"guarded\(refuse, .*, '(\w+)'\)", text)) | set(
-        re.findall(r"send_letter\(\w+, '(\w+)'", text)
-    )
-    reasons |= {"max_attempts"} if ".. ' claims', 'max_attempts')" in text else set()
-    assert set(PAGE.table("Dead letters")) == reasons
+    found = [re.findall(pattern, text, re.MULTILINE) for pattern in (calls, returned, r"reason = '(\w+)'")]
+    assert all(found)
+    assert set(PAGE.table("Dead letters")) == {reason for reasons in found for reason in reasons}
     body = re.search(r"^local function bury.*?^end", LUA["common.lua"], re.DOTALL | re.MULTILINE)
     assert body is not None
     written = set(re.findall(r"(?:add\(|^ *|, |\{)'(\w+)'", body[0], re.MULTILINE)) - {"XADD", "dead", "MAXLEN"}
@@ -186,6 +185,7 @@ def test_limits_are_those_of_the_code() -> None:
     client_code = "".join(path.read_text() for path in (ROOT / "gllm").glob("*.py"))
     (label,) = re.findall(r"^MAX_LABEL_CHARACTERS = (\d+)", client_code, re.MULTILINE)
     assert all(f"up to {label} characters" in PAGE.table("Submit")[name][0] for name in ("affinity", "tenant"))
+    assert f"{lua_number('MAX_LABEL_BYTES', 'endings.lua'):,} bytes" in PAGE.table("Limits")["labels"][0]
 
 
 def test_terminal_entry_id_on_the_page_is_the_one() -> None:

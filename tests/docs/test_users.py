@@ -102,7 +102,7 @@ def test_rights_of_the_worker_are_what_its_scripts_use() -> None:
     used = set(PLAIN)
     for name in names:
         lua = (ROOT / "worker" / "lua" / f"{name}.lua").read_text()
-        for command, sub in re.findall(r"redis\.call\('([A-Z]+)'(?:, '([A-Z]+)')?", lua):
+        for command, sub in re.findall(r"\b(?:redis\.call|own)\('([A-Z]+)'(?:, '([A-Z]+)')?", lua):
             used.add(f"{command}|{sub}".lower() if command in ("XGROUP", "XINFO") else command.lower())
     (line,) = [line for line in USERS if "gllm-worker" in line]
     assert {word[1:] for word in line.split() if word.startswith("+")} == used
