@@ -175,6 +175,7 @@ def test_cli_cancel_tells_for_each_job(on_queue: Gllm, server: redis_sync.Redis,
     assert (result.exit_code, result.stdout) == (1, "new: cancelling\nold: had ended already\n")
     assert server.exists(keys.cancel("new"), keys.cancel("old")) == 1
     assert on_queue("cancel", "new").exit_code == 0
+    assert json.loads(on_queue("cancel", "new", "--json").stdout) == [{"id": "new", "cancelling": True}]
 
 
 # --- what all commands share ---

@@ -154,7 +154,7 @@ def test_doctor_says_what_it_cannot_see() -> None:
 
 def test_doctor_asks_for_every_command_that_is_sent() -> None:
     lua = "\n".join(path.read_text() for path in FOLDER.glob("*.lua"))
-    sent = {name.upper() for name in re.findall(r"redis\.call\('(\w+)'", lua)} | {
+    sent = {name.upper() for name in re.findall(r"(?:redis\.call|own|counted)\('(\w+)'", lua)} | {
         "XREVRANGE",
         "XRANGE",
         "XLEN",

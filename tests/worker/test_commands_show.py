@@ -44,7 +44,9 @@ async def test_show_jobs_that_run_are_orphaned_or_were_released(bench: QueueBenc
     shown = commands.json("show", "a")
     assert (shown["state"], shown["holder"]["consumer"], shown["record"]["tokens"]) == ("running", "w1", 3)
     assert (shown["labels"]["tenant"], shown["body_bytes"], shown["place"]) == (EVIL, 2, None)
-    assert stable(commands("show", "a").stdout).splitlines()[1] == "state  running by w1, renewed T ago"
+    text = stable(commands("show", "a").stdout)
+    assert text.splitlines()[1] == "state  running by w1, renewed T ago"
+    assert re.search(r"^deadline  \d{13}, in T$", text, re.MULTILINE)
     await bench.redis.zadd(bench.keys.workers, {"w1": 1})
     assert commands.json("show", "a")["state"] == "orphaned"
     await bench.submit("b")

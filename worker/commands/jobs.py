@@ -8,6 +8,7 @@ import click
 
 from worker.commands.access import connected
 from worker.commands.options import setting_options
+from worker.commands.screen import json_option
 from worker.terminal import json_line, one_line, visible
 
 if TYPE_CHECKING:
@@ -97,12 +98,16 @@ def tail_command(job_id: str, redis: str | None, queue: str | None, last_id: str
 @click.command("cancel")
 @click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
 @setting_options("redis", "queue")
-def cancel_command(job_ids: tuple[str, ...], redis: str | None, queue: str | None) -> NoReturn:
+@json_option
+def cancel_command(job_ids: tuple[str, ...], redis: str | None, queue: str | None, as_json: bool) -> NoReturn:
     """End jobs early. What they have written stays readable. Exit status 1 if one had ended already."""
     with connected(redis, queue) as client:
         wished = {job_id: client.cancel(job_id) for job_id in job_ids}
-    for job_id, wish in wished.items():
-        click.echo(f"{job_id}: {'cancelling' if wish else 'had ended already'}")
+    if as_json:
+        click.echo(json_line([{"id": job_id, "cancelling": wish} for job_id, wish in wished.items()]))
+    else:
+        told = (f"{job_id}: {'cancelling' if wish else 'had ended already'}" for job_id, wish in wished.items())
+        click.echo("\n".join(told))
     sys.exit(0 if all(wished.values()) else 1)
 
 

@@ -86,10 +86,17 @@ def _job(view: "JobView") -> list[Pair]:
         ("submitted", None if view.age_ms is None else f"{duration(view.age_ms)} ago"),
         ("entry", None if view.entry is None else f"{view.entry} in {view.stream}"),
         ("body", None if view.body_bytes is None else size(view.body_bytes)),
-        *view.labels.items(),
+        *((name, _label(name, value, view.now_ms)) for name, value in view.labels.items()),
         ("record", view.record and _record(view.record)),
         ("cancel", "asked for" if view.cancelling else None),
     ]
+
+
+def _label(name: str, value: str, now_ms: int) -> str:
+    if name not in ("deadline", "not_before") or not (value.isdecimal() and len(value) < 16):
+        return value
+    left = int(value) - now_ms
+    return f"{value}, {f'in {duration(left)}' if left > 0 else f'{duration(-left)} ago'}"
 
 
 def _where(holder: "Holder | None") -> str:

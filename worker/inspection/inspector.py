@@ -107,7 +107,7 @@ class Inspector:
         return letters.body_of(self.redis, self.keys, letter)
 
     def requeue(self, letter: Letter) -> str:
-        """Adds the letter's job again; the new entry's id. Raises ResponseError GONE, NOBODY or LIVE (see requeue.lua)."""
+        """Adds the letter's job again; the new entry's id. Raises ResponseError: the words of requeue.lua."""
         return scripts.requeue(self.redis, self.keys, letter.entry)
 
     def purge(self, entries: list[str]) -> int:

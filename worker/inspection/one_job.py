@@ -64,6 +64,7 @@ def look_up(redis: Redis, keys: Keys, seen: Survey, alive: frozenset[str], job_i
     item = spot and spot.item
     return JobView(
         id=job_id,
+        now_ms=seen.now_ms,
         state=_state(kept.record, spot, reply, alive),
         stream=stream,
         entry=entry,

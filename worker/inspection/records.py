@@ -16,7 +16,7 @@ JobState = Literal[
     "released",  # handed back, waits to be taken up
     "waiting",
     "delayed",
-    "duplicate",  # a second entry of an id, which the next claim drops
+    "duplicate",  # a second entry of an id, which a claim drops unless the first was lost
     "ended",
     "unknown",  # a reply or a dead letter is all that is left of it
 ]
@@ -212,9 +212,10 @@ class Letter(Struct, frozen=True, kw_only=True):
 
 
 class JobView(Struct, frozen=True, kw_only=True):
-    """Everything that Redis knows about one id."""
+    """Everything that Redis knows about one id. `now_ms` is the server's clock; `labels` have times of it as text."""
 
     id: str
+    now_ms: int
     state: JobState
     stream: str | None
     entry: str | None
