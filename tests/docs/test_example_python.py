@@ -1,35 +1,24 @@
 """examples/producer.py: a producer without our client, run as people run it, against real workers and servers."""
 
 import asyncio
-import importlib.util
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from gllm.keys import Keys
+from tests.docs.pages import ROOT
 from tests.proxy import Proxy
 from tests.worker.fake_engine import FIRST_BYTE, FakeEngine, script, text_of
 from tests.worker.service_bench import ServiceBench
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "producer.py"
+EXAMPLE = ROOT / "examples" / "producer.py"
 PROMPT = [FIRST_BYTE + byte for byte in b"hello"]
 SLOW = 0.02  # seconds a token: time to look at a reply in the middle
-
-
-@pytest.fixture(scope="module")
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("example_producer", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 from asyncio.subprocess import PIPE, Process
-from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
@@ -13,14 +12,14 @@ from redis.asyncio import Redis
 from gllm.connection import connect
 from gllm.keys import Keys
 from gllm.protocol import Done, Error, ReplyEvent, Start, decode_event
-from tests.docs.pages import Page
+from tests.docs.pages import ROOT, Page
 from tests.proxy import Proxy
 from tests.servers import Server
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.queue_bench import QueueBench
 from tests.worker.service_bench import ServiceBench
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "producer.sh"
+EXAMPLE = ROOT / "examples" / "producer.sh"
 SLOW = 0.02  # seconds a token: time to look at a reply in the middle
 
 pytestmark = pytest.mark.skipif(shutil.which("redis-cli") is None, reason="no redis-cli here")

@@ -14,14 +14,11 @@ import gllm
 from gllm.connection import connect
 from gllm.keys import Keys
 from tests.docs.pages import ROOT, Page
-from tests.docs.test_example_python import example
 from tests.servers import Server
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.queue_bench import QueueBench, until
 from tests.worker.service_bench import ServiceBench
 from worker.cli import main
-
-__all__ = ["example"]
 
 USERS = [line for page in ("operations", "protocol") for line in Page(f"docs/{page}.md").blocks("acl")]
 KEYS = Keys("chat")
