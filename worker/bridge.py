@@ -76,6 +76,11 @@ class Bridge:
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def pid(self) -> int | None:
+        """The id of the engine's process, once there is one."""
+        return None if self._process is None else self._process.pid
+
     async def start(self, config: EngineConfig) -> None:
         """Start the process and wait until the model is loaded. Raises EngineRefused or EngineDied."""
         await self._spawn()

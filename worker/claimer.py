@@ -114,8 +114,7 @@ class Claimer:
 
     def _tell(self, reply: ClaimReply) -> None:
         """Metrics and log lines of what the claim did beside handing out jobs."""
-        for priority, waiting in reply.waiting.items():
-            self._metrics.set_queue_depth(priority, waiting)
+        self._metrics.queue.claim(reply.waiting)
         if reply.groups_made:
             self._metrics.recovery("group_lost", reply.groups_made)
             self._log.warning(logs.GROUP_LOST, groups=reply.groups_made)
@@ -136,7 +135,7 @@ class Claimer:
                 self._metrics.recovery("entry_lost")
                 self._log.warning(logs.ENTRY_LOST, entry=note.text)
             case "dead_letter" | "unburied":
-                self._metrics.recovery("dead_letter")
+                self._metrics.dead_letter(note.text.partition(":")[0] if note.kind == "dead_letter" else "unwritten")
                 self._log.warning(logs.DEAD_LETTER, job=note.id, reason=note.text, written=note.kind == "dead_letter")
             case "unowned":
                 self._metrics.recovery("unowned")

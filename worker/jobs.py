@@ -97,6 +97,7 @@ class Jobs:
     def take(self, claimed: Claimed) -> ActiveJob:
         """A job was claimed."""
         job = self._jobs[claimed.id] = ActiveJob(claimed, self._metrics)
+        self._metrics.claimed.add()
         path = "" if claimed.claims == 1 else ("redelivered" if claimed.taken_from else "released")
         if path:
             self._metrics.recovery(path)

@@ -16,7 +16,7 @@ from worker import logs
 from worker.connection import cancelled
 from worker.jobs import Jobs
 from worker.link import Link
-from worker.metrics import Metrics
+from worker.metrics import LeaseTime, Metrics
 from worker.queue import Queue
 
 RENEWALS_PER_LEASE = 3
@@ -63,6 +63,7 @@ class Lease:
         self._fenced = False
         self._next_reap = time.monotonic() + queue.lease * REAP_LEASES * random.uniform(0.5, 1.5)
         self._log = structlog.get_logger()
+        metrics.worker.lease = lambda: LeaseTime(queue.lease, self._renewed)
 
     async def run(self) -> None:
         """Until cancelled: renew when it is due or Redis was lost, and keep deadlines meanwhile."""
@@ -98,8 +99,7 @@ class Lease:
             return False
         for job, answer in zip(claimed, renewal.answers, strict=True):
             self._jobs.renewed(job, answer.status)
-        for priority, waiting in renewal.waiting.items():  # a full worker does not claim, so no claim tells
-            self._metrics.set_queue_depth(priority, waiting)
+        self._metrics.queue.renewal(renewal.waiting, renewal.now_ms)  # a full worker does not claim, so no claim tells
         self._link.restored()
         self._lift()
         return True

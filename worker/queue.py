@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from gllm.keys import Keys
 from gllm.protocol import VERSION
 from worker import scripts
+from worker.backlog import Backlog, by_priority
 from worker.replay import PAGE, Replay
 from worker.scripts import Answer, AppendRow, ClaimedRow, FinishRow, LeaseRow, Note, ReleaseRow, Renewal
 
@@ -64,7 +65,7 @@ class ClaimReply(Struct, frozen=True, kw_only=True):
     jobs: list[Claimed]
     notes: list[Note]
     positions: dict[str, str]
-    waiting: dict[str, int]
+    waiting: dict[str, Backlog]
     more: bool
     groups_made: int
 
@@ -220,7 +221,7 @@ class Queue:
             jobs=[_claimed(row, reply.now_ms) for row in reply.jobs],
             notes=reply.notes,
             positions=positions,
-            waiting=scripts.by_priority((state.name, state.waiting) for state in reply.streams),
+            waiting=by_priority((state.name, state.backlog) for state in reply.streams),
             more=reply.more,
             groups_made=reply.groups_made,
         )

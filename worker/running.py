@@ -22,7 +22,7 @@ from worker.intake import Intake
 from worker.jobs import Jobs
 from worker.lease import Lease
 from worker.link import Link
-from worker.metrics import Metrics
+from worker.metrics import Metrics, loop
 from worker.publisher import Publisher
 from worker.queue import Queue
 from worker.startup import Model
@@ -65,6 +65,8 @@ class Running:
         self._queue = queue
         self._bridge = bridge
         self._health = health
+        self._metrics = metrics
+        metrics.worker.active = lambda: len(self.jobs)
         self._publisher = Publisher(queue, self.link, self.jobs)
         self.jobs.changed, self.jobs.forget = self._publisher.changed, self._publisher.forget
         self._admission = Admission(queue, self.link, self.jobs, Intake(model.tokenizer, bridge.info))
@@ -104,6 +106,7 @@ class Running:
             "engine": self._pump(),
             "watch": self._watch_engine(),
             "perfstats": perfstats.report(lambda: self._bridge.stats),
+            "loop lag": loop.watch(self._metrics.loop_lag),
         }
         self._parts = [asyncio.create_task(part, name=name) for name, part in parts.items()]
         self._claiming = asyncio.create_task(self._claimer.run(), name="claimer")
@@ -195,6 +198,7 @@ class Running:
             if answer.status == "GONE":  # nobody else could take it over
                 self.jobs.fail(job, "internal", "the job's entry was deleted while it ran", retryable=True)
             else:
+                self._metrics.released.add(answer.status == "OK")
                 self._log.info(logs.JOB_RELEASED, job=job.id, status=answer.status, charged=job.id in charged)
                 self.jobs.drop(job)
 

@@ -12,7 +12,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-from gllm.keys import PRIORITIES
+from worker.backlog import Backlog, by_priority, submitted_ms
 
 _json = msgspec.json.Encoder()
 FOLDER = Path(__file__).parent / "lua"
@@ -35,13 +35,13 @@ class Script:
 
 
 _append = Script("append")
-_claim = Script("endings", "delayed", "claim")
+_claim = Script("groups", "endings", "delayed", "claim")
 _finish = Script("finish")
 _join = Script("join")
 _leave = Script("leave")
 _reap = Script("reap")
 _release = Script("release")
-_renew = Script("renew")
+_renew = Script("groups", "renew")
 _requeue = Script("requeue")
 
 
@@ -104,7 +104,7 @@ class Renewal(NamedTuple):
     now_ms: int
     known: bool
     answers: list[Answer]
-    waiting: dict[str, int]
+    waiting: dict[str, Backlog]
 
 
 class Meta(NamedTuple):
@@ -117,11 +117,11 @@ class Meta(NamedTuple):
 
 
 class StreamState(NamedTuple):
-    """A job stream after a claim: read on from `last_id`; `waiting` entries are held by nobody."""
+    """A job stream after a claim: read on from `last_id`."""
 
     name: str
     last_id: str
-    waiting: int
+    backlog: Backlog
 
 
 class Note(NamedTuple):
@@ -189,7 +189,7 @@ async def claim(
         suspects=suspects,
         groups_made=groups,
         bell_id=bell.decode(),
-        streams=[StreamState(name.decode(), last.decode(), waiting) for name, last, waiting in states],
+        streams=[StreamState(name.decode(), last.decode(), Backlog(*counts)) for name, last, *counts in states],
         jobs=[_claimed(row) for row in jobs],
         notes=[Note(*(text.decode(errors="replace") for text in note)) for note in notes],
         left=bool(left),
@@ -242,8 +242,9 @@ async def renew(
     """Renew leases and write the heartbeat; OK, CANCEL, FENCED or ERR for each row."""
     args = (worker, lease_ms, len(heartbeat), *_flat(heartbeat.items()), *_flat(rows))
     now_ms, known, statuses, counts = await _renew(redis, _keys(base, streams), args)
-    waiting = by_priority((name.decode(), count) for name, count in zip(counts[::2], counts[1::2], strict=True))
-    return Renewal(now_ms, bool(known), [_answer(status) for status in statuses], waiting)
+    streams = [counts[i : i + 4] for i in range(0, len(counts), 4)]
+    waiting = [(name.decode(), Backlog(count, new, submitted_ms(oldest))) for name, count, new, oldest in streams]
+    return Renewal(now_ms, bool(known), [_answer(status) for status in statuses], by_priority(waiting))
 
 
 async def release(redis: Redis, base: str, worker: str, lease_ms: int, rows: Sequence[ReleaseRow]) -> list[Answer]:
@@ -270,14 +271,6 @@ async def reap(redis: Redis, base: str, lease_ms: int, streams: Sequence[str]) -
 async def requeue(redis: Redis, base: str, letter: str) -> str:
     """Add a dead letter's job again. Raises ResponseError GONE, NOBODY or LIVE."""
     return (await _requeue(redis, [base], (letter,))).decode()
-
-
-def by_priority(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Sums of what was counted per stream (short names); 0 for a priority without any."""
-    sums: dict[str, int] = dict.fromkeys(PRIORITIES, 0)
-    for stream, count in counts:
-        sums[stream.split(":")[1]] += count
-    return sums
 
 
 def _keys(base: str, streams: Iterable[str]) -> list[str]:

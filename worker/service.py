@@ -9,8 +9,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TypeVar
 
 import structlog
 
@@ -30,6 +32,7 @@ from worker.startup import Model, RedisRefused, begin_aside, join_queue, load_mo
 
 OK, FAILED, REFUSED = 0, 1, 2  # exit status: ended as asked; died with work to do; could not even start
 PHASE_SECONDS = 0.1  # how soon the end of a loading phase is logged
+T = TypeVar("T")
 BELL_TIMEOUT = BLOCK_MS / 1000 + 2.0  # a blocking read must outlast its BLOCK
 
 
@@ -69,6 +72,10 @@ class Service:
         self._load = load
         self._loader: threading.Thread | None = None
         self._log = structlog.get_logger()
+        self._began = time.monotonic()
+        self.metrics.worker.queue = settings.queue
+        self.metrics.worker.state = lambda: (self.health.state, self.health.ready)
+        self.metrics.processes.engine = lambda: self._bridge.pid
 
     @property
     def loading(self) -> bool:
@@ -124,12 +131,12 @@ class Service:
         settings = self.settings
         self.health.to("starting", "loading the model")
         self._loader, found = begin_aside(self._load, settings.model)
-        model = await found
+        model = await self._timed("find", found)
         self._log.info(logs.MODEL_LOADING, path=str(model.path), digest=model.digest)
         queue = Queue(clients.main, Keys(settings.queue), self.name, lease=settings.lease)
         eos = tuple(sorted(model.tokenizer.eos_ids))
         loading = asyncio.create_task(self._bridge.start(settings.engine_config(model.path, eos)))
-        joining = asyncio.create_task(join_queue(queue, settings.redis, model.digest))
+        joining = asyncio.create_task(self._timed("redis", join_queue(queue, settings.redis, model.digest)))
         telling = asyncio.create_task(self._tell_phases())
         try:
             await _all_or_first_error(loading, joining)
@@ -141,6 +148,12 @@ class Service:
         self.running = Running(queue, clients, self._bridge, model, self.health, self.metrics)
         return self.running
 
+    async def _timed(self, phase: str, waiting: Awaitable[T]) -> T:
+        began = time.monotonic()
+        result = await waiting
+        self.metrics.worker.phase(phase, time.monotonic() - began)
+        return result
+
     async def _tell_phases(self) -> None:
         """Log each phase of loading as it ends: a large model takes minutes, and people watch."""
         while True:
@@ -149,6 +162,7 @@ class Service:
 
     def _tell_new_phases(self) -> None:
         for phase in self._bridge.loading[self._told :]:
+            self.metrics.worker.phase(phase.phase, phase.seconds)
             self._log.info(logs.ENGINE_LOADING, phase=phase.phase, seconds=round(phase.seconds, 3))
             self._told += 1
 
@@ -165,12 +179,13 @@ class Service:
             kv_blocks=info.kv_blocks,
             max_model_len=info.max_model_len,
         )
-        metrics.set_engine(info)
-        metrics.engine_stats = lambda: bridge.stats
-        metrics.engine_stats_time = lambda: bridge.stats_time
+        metrics.engine.info = info
+        metrics.engine.stats = lambda: bridge.stats
+        metrics.engine.stats_time = lambda: bridge.stats_time
 
     async def _work(self, running: Running) -> int:
         assert self.address is not None
+        self.metrics.worker.phase("total", time.monotonic() - self._began)
         self._log.info(logs.READY, worker=self.name, url=f"http://{self.address.host}:{self.address.port}")
         failure = await running.serve(self.shutdown, self.settings.grace)
         return OK if failure is None else self._fail(failure)

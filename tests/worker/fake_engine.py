@@ -45,6 +45,7 @@ class FakeEngine:
         self.stats, self.stats_time = Stats(), time.monotonic()
         self.last_step = time.monotonic()
         self.busy = False
+        self.pid = None
         self.loading = [Loading("model", 0.0)]
         self.go = asyncio.Event()
         self.go.set()

@@ -4,6 +4,7 @@ import pytest
 
 from gllm.protocol import TERMINAL_ENTRY_ID, Done, Error, Start, Usage, encode_event
 from tests.worker.queue_bench import QueueBench, finish, kinds, now_ms, publish, until
+from worker.backlog import Backlog
 from worker.queue import Queue
 from worker.scripts import AppendRow
 
@@ -36,7 +37,7 @@ async def test_want_is_the_budget_of_all_streams_together(bench: QueueBench) -> 
     assert [job.id for job in reply.jobs] == ["high-1", "high-2", "normal-1"]
     assert reply.more
     assert [await bench.pending(p) for p in ("high", "normal", "low")] == [2, 1, 0]
-    assert reply.waiting == {"high": 0, "normal": 1, "low": 2}
+    assert reply.waiting == {"high": Backlog(0, 0), "normal": Backlog(1, 1), "low": Backlog(2, 2)}
 
 
 async def test_claimed_job_carries_everything_the_producer_said(bench: QueueBench) -> None:
@@ -305,7 +306,7 @@ async def test_released_jobs_count_as_waiting_and_the_bell_is_read_on_from_its_l
 
     reply = await worker.claim(0, ())
 
-    assert reply.waiting["normal"] == 1
+    assert reply.waiting["normal"] == Backlog(waiting=1, new=0)
     assert reply.positions[bench.keys.bell] == last.decode()
 
 

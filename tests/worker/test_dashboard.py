@@ -23,8 +23,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 def series() -> set[str]:
     metrics = Metrics()
-    metrics.set_queue_depth("normal", 1)
-    return set(re.findall(r"^(gllm_\w+)", metrics.render().decode(), re.MULTILINE))
+    return set(re.findall(r"^(?:# TYPE )?(gllm_\w+)", metrics.render().decode(), re.MULTILINE))
 
 
 @pytest.mark.parametrize(("title", "expression"), [pytest.param(*found, id=found[1]) for found in expressions()])

@@ -4,7 +4,6 @@ import asyncio
 import time
 
 import pytest
-from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from worker import health as health_module
@@ -131,8 +130,7 @@ async def test_endless_header_and_half_a_request_are_cut_off(monkeypatch: pytest
 
 
 async def test_page_that_cannot_be_made_is_a_500_and_serving_goes_on() -> None:
-    registry = CollectorRegistry()
-    metrics = Metrics(registry)
+    metrics = Metrics()
 
     class Broken:
         def describe(self) -> list[object]:
@@ -141,7 +139,7 @@ async def test_page_that_cannot_be_made_is_a_500_and_serving_goes_on() -> None:
         def collect(self) -> list[object]:
             raise RuntimeError("no numbers today")
 
-    registry.register(Broken())  # type: ignore[arg-type]
+    metrics.registry.register(Broken())  # type: ignore[arg-type]
     async with serve("127.0.0.1", 0, Health(), metrics) as address:
         status, _, body = await get(address, "/metrics")
         assert (status, body) == (500, b"RuntimeError: no numbers today\n")

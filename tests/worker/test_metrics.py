@@ -3,18 +3,22 @@
 import ast
 import math
 import random
+import re
 import time
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.request import Stats
 from engine.wire import EngineInfo
+from gllm.keys import PRIORITIES
 from worker import metrics as metrics_module
+from worker.backlog import Backlog
 from worker.metrics import (
     BUCKETS,
+    DEAD_LETTERS,
     ERROR_CODES,
     FINISH_REASONS,
     REDIS_ERRORS,
@@ -46,7 +50,7 @@ def engine_info(model: str = "/models/tiny") -> EngineInfo:
 
 def test_metric_names_are_those_of_the_design_page() -> None:
     metrics = Metrics()
-    metrics.set_queue_depth("normal", 3)
+    metrics.queue.claim({"normal": Backlog(3, 2)})
     names = set(samples(metrics))
     expected = {
         "gllm_prefix_cache_hit_tokens_total",
@@ -73,7 +77,7 @@ def test_metric_names_are_those_of_the_design_page() -> None:
 def test_engine_numbers_are_those_of_the_newest_snapshot_at_each_scrape() -> None:
     metrics = Metrics()
     snapshot = Stats()
-    metrics.engine_stats = lambda: snapshot
+    metrics.engine.stats = lambda: snapshot
     assert samples(metrics)["gllm_prompt_tokens_total"] == 0
     snapshot = Stats(
         blocks_live=5, blocks_reclaimable=2, blocks_free=1, running=3, waiting=4, prefix_hit_tokens=32,
@@ -100,16 +104,16 @@ def test_engine_numbers_are_those_of_the_newest_snapshot_at_each_scrape() -> Non
 def test_snapshot_age_is_shown_once_there_is_one() -> None:
     metrics = Metrics()
     assert "gllm_engine_snapshot_age_seconds" not in samples(metrics)
-    metrics.engine_stats_time = lambda: time.monotonic() - 7.0
+    metrics.engine.stats_time = lambda: time.monotonic() - 7.0
     assert 7.0 <= samples(metrics)["gllm_engine_snapshot_age_seconds"] < 60.0
-    metrics.engine_stats_time = lambda: time.monotonic() + 5.0
+    metrics.engine.stats_time = lambda: time.monotonic() + 5.0
     assert samples(metrics)["gllm_engine_snapshot_age_seconds"] == 0
 
 
 def test_engine_info_is_one_series_and_names_the_device() -> None:
     metrics = Metrics()
-    metrics.set_engine(engine_info("/models/first"))
-    metrics.set_engine(engine_info("/models/second.gguf"))
+    metrics.engine.info = engine_info("/models/first")
+    metrics.engine.info = engine_info("/models/second.gguf")
     series = [name for name in samples(metrics) if name.startswith("gllm_engine_info")]
     assert len(series) == 1
     assert 'device="cpu"' in series[0]
@@ -140,6 +144,7 @@ def test_duration_that_is_no_number_is_an_error_and_not_a_sample(seconds: float)
 
 def test_histogram_reads_exactly_as_the_librarys_own() -> None:
     metrics, registry, rng = Metrics(), CollectorRegistry(), random.Random(5)
+    disable_created_metrics()
     theirs = Histogram("gllm_job_seconds", "From submission to the end of a job", buckets=BUCKETS, registry=registry)
     for seconds in (0.0, *BUCKETS, 1e6, *(10 ** rng.uniform(-4, 4) for _ in range(200))):
         metrics.job_seconds.observe(seconds)
@@ -161,7 +166,7 @@ def test_totals_never_go_back_with_a_snapshot_that_does() -> None:
     """A resume with a larger cached part must not make the computed prompt tokens smaller than they were."""
     metrics = Metrics()
     for computed, expected in ((50, 50), (20, 50), (51, 51), (-3, 51)):
-        metrics.engine_stats = lambda computed=computed: Stats(prompt_tokens=computed)
+        metrics.engine.stats = lambda computed=computed: Stats(prompt_tokens=computed)
         assert samples(metrics)["gllm_prompt_tokens_total"] == expected
 
 
@@ -170,7 +175,7 @@ def test_totals_rise_monotonically_under_random_snapshots() -> None:
     rng = random.Random(7)
     before = 0.0
     for _ in range(200):
-        metrics.engine_stats = lambda: Stats(preemptions=rng.randrange(-100, 1000))
+        metrics.engine.stats = lambda: Stats(preemptions=rng.randrange(-100, 1000))
         now = samples(metrics)["gllm_preemptions_total"]
         assert now >= before
         before = now
@@ -178,14 +183,14 @@ def test_totals_rise_monotonically_under_random_snapshots() -> None:
 
 def test_scrape_keeps_the_last_good_numbers_when_the_engine_has_died() -> None:
     metrics = Metrics()
-    metrics.engine_stats = lambda: Stats(generation_tokens=5, running=2)
+    metrics.engine.stats = lambda: Stats(generation_tokens=5, running=2)
     assert samples(metrics)["gllm_generation_tokens_total"] == 5
 
     def dead() -> Stats:
         raise BrokenPipeError("the engine's process is gone")
 
-    metrics.engine_stats = dead
-    metrics.engine_stats_time = dead  # type: ignore[assignment]
+    metrics.engine.stats = dead
+    metrics.engine.stats_time = dead  # type: ignore[assignment]
     found = samples(metrics)
     assert found["gllm_generation_tokens_total"] == 5
     assert found['gllm_sequences{state="running"}'] == 2
@@ -209,7 +214,7 @@ def test_job_that_ends_twice_or_without_tokens_breaks_nothing() -> None:
 
 def test_scraping_often_counts_no_hit_twice() -> None:
     metrics = Metrics()
-    metrics.engine_stats = lambda: Stats(prefix_hit_tokens=8, prefix_prompt_tokens=12)
+    metrics.engine.stats = lambda: Stats(prefix_hit_tokens=8, prefix_prompt_tokens=12)
     found = [samples(metrics) for _ in range(10)][-1]
     assert found["gllm_prefix_cache_hit_tokens_total"] == 8
     assert found["gllm_prefix_cache_prompt_tokens_total"] == 12
@@ -309,9 +314,9 @@ def test_histograms_have_finite_buckets_beyond_five_minutes(name: str) -> None:
 
 def test_series_stay_constant_whatever_the_jobs_contain() -> None:
     metrics = Metrics()
-    metrics.set_engine(engine_info())
-    for priority in ("high", "normal", "low", "other"):
-        metrics.set_queue_depth(priority, 1)
+    metrics.engine.info = engine_info()
+    metrics.queue.renewal(dict.fromkeys(PRIORITIES, Backlog(2, 1, 5)), 6)
+    metrics.worker.phase("something new", 0.5)
     before = set(samples(metrics))
     rng = random.Random(3)
     for _ in range(1000):
@@ -319,7 +324,8 @@ def test_series_stay_constant_whatever_the_jobs_contain() -> None:
         JobClock(metrics, rng.random(), 0.0).end(word, 1.0)
         metrics.recovery(word)
         metrics.redis_error(word)
-        metrics.set_queue_depth(word, rng.randrange(9))
+        metrics.dead_letter(word)
+        metrics.worker.phase(word, 1.0)
     found = samples(metrics)
     assert set(found) == before
     assert found['gllm_jobs_total{outcome="other"}'] == 1000
@@ -333,10 +339,11 @@ def test_every_path_and_class_that_the_worker_counts_is_in_the_lists() -> None:
         "recovery": {*TAKEOVERS, *REPAIRS},
         "redis_error": set(REDIS_ERRORS),
         "jobs": {*FINISH_REASONS, *ERROR_CODES},
+        "dead_letter": set(DEAD_LETTERS),
     }
     calls = [
         (node.func.attr, node.args[0].value)
-        for path in sorted(Path(metrics_module.__file__).parent.glob("*.py"))
+        for path in sorted(Path(metrics_module.__file__).parent.parent.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
         if node.func.attr in known and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
@@ -354,8 +361,8 @@ def test_series_exist_before_the_first_event() -> None:
 
 def test_queue_depth_has_no_series_before_it_is_known() -> None:
     metrics = Metrics()
-    assert not [name for name in samples(metrics) if name.startswith("gllm_queue_depth")]
-    metrics.set_queue_depth("low", -1)
+    assert not [name for name in samples(metrics) if re.match("gllm_queue_(depth|lag|oldest)", name)]
+    metrics.queue.claim({"low": Backlog(-1, -1)})
     assert samples(metrics)['gllm_queue_depth{priority="low"}'] == 0
 
 

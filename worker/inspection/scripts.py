@@ -16,7 +16,7 @@ Range = tuple[str, str, str]
 
 _peek = Script("peek")
 _requeue = Script("requeue")
-_survey = Script("survey")
+_survey = Script("groups", "survey")
 
 
 class Peeked(Struct, frozen=True):

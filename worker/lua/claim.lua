@@ -6,7 +6,8 @@
 -- Returns  {now in ms, more, suspects, groups, last id of the bell ('': it is no stream), streams, jobs, notes, left}
 --   more      1: stopped before everything was dealt with     suspects  number of suspects left for later
 --   groups    number of groups that were lost and made again
---   streams   per stream: name, last id delivered (read on from it), number of waiting entries
+--   streams   per stream: name, last id delivered (read on from it), waiting entries, how many of them were never handed
+--             out
 --   jobs      per job: id, stream, entry, epoch, attempts, claims, n, cached_tokens, suspect, submitted ms, taken from
 --             ('' a new entry, else its last worker), body, deadline, tenant, affinity, traceparent ('' where absent)
 --   notes     per event: kind, id, text. Ended here: cancelled deadline invalid unsupported too_large max_attempts
@@ -253,11 +254,9 @@ local function safely(f, stream)
 end
 
 local function state_of(stream)
-  for _, flat in ipairs(redis.call('XINFO', 'GROUPS', base .. stream)) do
-    local group = map_of(flat)
-    if group.name == GROUP then return {stream, group['last-delivered-id'], waiting(stream)} end
-  end
-  return {stream, '0-0', 0}
+  local group = group_of(stream)
+  if not group then return {stream, '0-0', 0, 0} end
+  return {stream, group['last-delivered-id'], waiting(stream)} -- two numbers
 end
 
 local streams, states = {}, {}

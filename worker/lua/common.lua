@@ -92,14 +92,16 @@ local function last_of(id)
   return tonumber(n), tonumber(sequence), last[1]
 end
 
--- Waiting are the entries that nobody holds: not yet delivered, or released.
+-- Waiting are the entries that nobody holds: not yet delivered, or released. Returns their number, and how many of them
+-- are not yet delivered: the group's lag, but known also after somebody deleted entries.
 local function waiting(stream)
   local pending = redis.call('XPENDING', base .. stream, GROUP)
-  local count = redis.call('XLEN', base .. stream) - pending[1]
+  local new = redis.call('XLEN', base .. stream) - pending[1]
+  local count = new
   for _, consumer in ipairs(pending[4] or {}) do
     if consumer[1] == RELEASED then count = count + tonumber(consumer[2]) end
   end
-  return count
+  return count, new
 end
 
 -- Writes a dead letter. `letter`: id, reason, error, attempts, worker, stream, fields (of the entry).

@@ -2,7 +2,8 @@
 -- KEYS[1]  the queue's prefix; KEYS[2…] the job streams
 -- ARGV[1]  worker   ARGV[2] lease in ms   ARGV[3] number of heartbeat fields
 -- ARGV[4…] heartbeat fields (name, value); then 4 per row: id, epoch, stream, entry
--- Returns  {now in ms, 1 if the queue's meta is there, {status per row}, {stream, waiting entries, flat per stream}}
+-- Returns  {now in ms, 1 if the queue's meta is there, {status per row}, {4 per stream, flat}}
+--   streams  name, waiting entries, how many of them were never handed out, entry id of the oldest ('' none)
 --   OK       renewed          CANCEL  renewed, and the producer wants the job cancelled
 --   FENCED   the job is not this worker's any more: drop it silently
 --   ERR <text>  the row could not be renewed
@@ -42,9 +43,9 @@ local counts = {}
 for i = 2, #KEYS do
   local stream = KEYS[i]:sub(#base + 1)
   guarded(function() -- a lost group is the claim's to make again
-    local count = waiting(stream)
-    counts[#counts + 1] = stream
-    counts[#counts + 1] = count
+    local count, new = waiting(stream)
+    local oldest = count > 0 and oldest_of(stream, group_of(stream)) or ''
+    for _, value in ipairs({stream, count, new, oldest}) do counts[#counts + 1] = value end
   end)
 end
 return {now, known, answers, counts}

@@ -17,21 +17,6 @@ local function counted(command, name)
   return count
 end
 
-local function group_of(stream)
-  for _, flat in ipairs(redis.call('XINFO', 'GROUPS', base .. stream)) do
-    local group = map_of(flat)
-    if group.name == GROUP then return group end
-  end
-end
-
--- The oldest entry that nobody holds: the first one not yet delivered, or a released one before it.
-local function oldest_of(stream, group)
-  local start = group and '(' .. group['last-delivered-id'] or '-'
-  local new = redis.call('XRANGE', base .. stream, start, '+', 'COUNT', 1)[1]
-  local released = group and redis.call('XPENDING', base .. stream, GROUP, '-', '+', 1, RELEASED)[1]
-  return released and released[1] or new and new[1] or ''
-end
-
 local function look(stream)
   local row = {stream, 0, 0, -1, '0-0', '', ''}
   row[7] = guarded(function()
