@@ -30,6 +30,7 @@ from gllm.urls import Address
 
 BELIEVED_SECONDS = 1.0  # how long an address is not asked for again: many connections of one moment need one answer
 STRAYED = (ReadOnlyError, ClusterDownError, AskError)  # ClusterDownError is also MASTERDOWN, AskError also MOVED
+DEMOTED = "UNBLOCKED force"  # what a blocked read is told when its primary becomes a replica
 
 
 class _Belief:
@@ -127,6 +128,10 @@ class Finder(_Belief):
             connection.disconnect()
 
 
+def _strayed(error: ResponseError) -> bool:
+    return isinstance(error, STRAYED) or str(error).startswith(DEMOTED)
+
+
 def _leave(error: RedisError, finder: _Belief | None, host: str) -> None:
     if finder is not None:
         finder.forget(error, host)
@@ -153,9 +158,10 @@ class _AsyncLink(aio.AbstractConnection if TYPE_CHECKING else object):
     async def read_response(self, *args: Any, **options: Any) -> Any:
         try:
             return await super().read_response(*args, **options)
-        except STRAYED as error:
-            await self.disconnect(nowait=True)
-            _leave(error, self.finder, getattr(self, "host", ""))
+        except ResponseError as error:
+            if _strayed(error):
+                await self.disconnect(nowait=True)
+                _leave(error, self.finder, getattr(self, "host", ""))
             raise
 
 
@@ -189,9 +195,10 @@ class _Link(plain.AbstractConnection if TYPE_CHECKING else object):
     def read_response(self, *args: Any, **options: Any) -> Any:
         try:
             return super().read_response(*args, **options)
-        except STRAYED as error:
-            self.disconnect()
-            _leave(error, self.finder, getattr(self, "host", ""))
+        except ResponseError as error:
+            if _strayed(error):
+                self.disconnect()
+                _leave(error, self.finder, getattr(self, "host", ""))
             raise
 
 

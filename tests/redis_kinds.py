@@ -6,8 +6,9 @@ All of them are started with the binary of the test's `server_kind`.
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -135,7 +136,7 @@ class Cluster:
         return self.call(node, "CLUSTER MYID").decode()
 
     @staticmethod
-    def call(node: Server, command: str, *args: object) -> bytes:
+    def call(node: Server, command: str, *args: object) -> Any:
         with connect_sync(node.url) as client:
             return client.execute_command(*command.split(), *args)  # type: ignore[arg-type]
 
@@ -148,19 +149,20 @@ class Cluster:
         """The owner dies and its replica takes its place."""
         self.owner.stop(kill=True)
         self.call(self.replica, "CLUSTER FAILOVER", "TAKEOVER")
-        until(lambda: b"master" in self.call(self.replica, "ROLE")[0], "the replica to be a primary")
+        self.owner = self.replica
+        until(lambda: self.call(self.owner, "ROLE")[0] == b"master", "the replica to be a primary")
 
     def begin_move(self) -> None:
         """The queue's slot is on its way from its owner to the other primary."""
         self.call(self.other, "CLUSTER SETSLOT", self.slot, "IMPORTING", self.id_of(self.owner))
         self.call(self.owner, "CLUSTER SETSLOT", self.slot, "MIGRATING", self.id_of(self.other))
 
-    def move_keys(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self.call(self.owner, "MIGRATE", "127.0.0.1", self.other.port, key, 0, 5000)
+    def left(self) -> list[bytes]:
+        """The keys that are still on the owner."""
+        return self.call(self.owner, "CLUSTER GETKEYSINSLOT", self.slot, 1000)
 
-    def keys(self) -> list[bytes]:
-        return list(self.call(self.owner, "CLUSTER GETKEYSINSLOT", self.slot, 1000))  # type: ignore[arg-type]
+    def move(self, key: bytes) -> None:
+        self.call(self.owner, "MIGRATE", "127.0.0.1", self.other.port, key, 0, 5000)
 
     def end_move(self) -> None:
         for node in (self.other, self.owner):
