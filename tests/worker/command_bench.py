@@ -21,7 +21,10 @@ class Commands:
         self.environment = {**unset, "GLLM_REDIS_URL": url, "GLLM_QUEUE": keys.queue}
 
     def __call__(self, *arguments: str, **more: Any) -> Result:
-        return CliRunner().invoke(main, list(arguments), env=self.environment, **more)
+        result = CliRunner().invoke(main, list(arguments), env=self.environment, **more)
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
 
     def text(self, *arguments: str) -> str:
         """What a command that ends well prints; its times and entry ids, which differ each time, as T and E."""

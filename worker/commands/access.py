@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 def connected(redis: str | None, queue: str | None) -> Iterator["SyncClient"]:
     """A client of the queue that flags and environment name."""
     settings = resolved({"redis": redis, "queue": queue}, "redis", "queue").settings
-    from gllm.connection import connect_sync
     from gllm.sync import SyncClient
 
-    with one_line_errors(settings.redis):
-        with connect_sync(settings.redis, queue=settings.queue) as probe:
-            probe.ping()  # a client bears with an absent Redis for a minute; a person at a terminal should not have to
-        with SyncClient(settings.redis, settings.queue) as client:
-            yield client
+    with inspected(redis, queue) as inspector:
+        inspector.knock()  # a client bears with an absent Redis for a minute; a person at a terminal should not have to
+    with one_line_errors(settings.redis), SyncClient(settings.redis, settings.queue) as client:
+        yield client
 
 
 @contextmanager

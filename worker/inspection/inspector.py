@@ -1,9 +1,11 @@
 """The one door to what can be known of a queue."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, cast
 
 from redis import Redis
+from redis.exceptions import NoPermissionError
 
 from gllm.keys import PRIORITIES, Keys
 from worker.inspection import letters, scripts
@@ -35,6 +37,11 @@ class Inspector:
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self.redis = redis
         self.keys = keys
+
+    def knock(self) -> None:
+        """A round trip. Raises redis-py's error when the server is not there; PING itself may be forbidden."""
+        with contextlib.suppress(NoPermissionError):
+            self.redis.ping()
 
     def survey(self) -> Survey:
         """All streams and counts, at one moment."""

@@ -11,15 +11,22 @@
 
 local MAX_SHARDS = 256 -- so that nonsense in meta cannot block the server
 
+-- As `guarded`, for what a queue may suffer from; what this user may not do is raised: 0 jobs would be a lie.
+local function tolerated(f)
+  local problem = guarded(f)
+  if problem and problem:find('^ERR ') then error({err = problem}, 0) end
+  return problem
+end
+
 local function counted(command, name)
   local count = 0
-  guarded(function() count = redis.call(command, base .. name) end)
+  tolerated(function() count = redis.call(command, base .. name) end)
   return count
 end
 
 local function look(stream)
   local row = {stream, 0, 0, -1, '0-0', '', ''}
-  row[7] = guarded(function()
+  row[7] = tolerated(function()
     if redis.call('EXISTS', base .. stream) == 0 then error('there is no such stream', 0) end
     row[2] = redis.call('XLEN', base .. stream)
     row[3] = row[2]
@@ -36,10 +43,10 @@ local function look(stream)
 end
 
 local meta = {false, false, false, false}
-guarded(function() meta = redis.call('HMGET', base .. 'meta', 'version', 'shards', 'model', 'quiet_until') end)
+tolerated(function() meta = redis.call('HMGET', base .. 'meta', 'version', 'shards', 'model', 'quiet_until') end)
 for i = 1, 4 do meta[i] = meta[i] or '' end
 local due
-guarded(function() due = redis.call('ZRANGE', base .. 'delayed', 0, 0, 'WITHSCORES')[2] end)
+tolerated(function() due = redis.call('ZRANGE', base .. 'delayed', 0, 0, 'WITHSCORES')[2] end)
 local streams = {}
 for _, priority in ipairs({'high', 'normal', 'low'}) do
   for shard = 0, math.max(1, math.min(MAX_SHARDS, tonumber(meta[2]) or 1)) - 1 do
