@@ -88,7 +88,8 @@ def test_dead_commands_refuse_a_name_that_nobody_knows(commands: Commands, comma
     queue = commands.environment["GLLM_QUEUE"]
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == f"Error: no dead letter ax␛[K�2J�␊y in queue {queue}\n"
-    assert commands("dead", *command, "1-1").exit_code == 1
+    for entry in ("1-1", "99999999999999999999-0"):
+        assert commands("dead", *command, entry).stderr == f"Error: no dead letter {entry} in queue {queue}\n"
 
 
 # --- retry ---

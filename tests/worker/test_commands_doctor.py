@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gllm.connection import connect_sync
 from gllm.keys import Keys
 from tests.servers import Server, binaries
@@ -137,6 +139,22 @@ def test_doctor_of_a_cluster_that_is_down(server_kind: str, tmp_path: Path, queu
         found = findings(Commands(server.url, Keys(queue_name)), 1)
     assert (found["cluster"].status, found["cluster"].found) == ("fail", "cluster_state fail")
     assert "CLUSTERDOWN" in found["queue"].found or "not served" in found["queue"].found
+
+
+@pytest.mark.parametrize("right", ["xrange", "hmget", "xpending"])
+async def test_jobs_that_a_user_may_not_see_are_not_left_out(
+    own_server: Server, own_crew: ServiceBench, queue_name: str, right: str
+) -> None:
+    keys = Keys(queue_name)
+    worker = await own_crew.bench.worker("w1", lease=20)
+    await own_crew.bench.one(worker)
+    with connect_sync(own_server.url) as client:
+        client.execute_command("ACL", "SETUSER", "blind", "on", ">x", f"~{keys.base}*", "+@all", f"-{right}")
+    commands = Commands(own_server.url.replace("://", "://blind:x@"), keys)
+    for command in (["ps"], ["show", "a"]):
+        result = commands(*command)
+        assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (1, "", 1)
+        assert "ermission" in result.stderr or "can't run this command" in result.stderr
 
 
 def test_counts_that_a_user_may_not_see_are_no_zeros(own_server: Server, queue_name: str) -> None:

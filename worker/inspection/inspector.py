@@ -83,7 +83,7 @@ class Inspector:
         pipeline = self.redis.pipeline(transaction=False)
         for name in beats:
             pipeline.hmget(self.keys.worker(name), list(_WORKER_FIELDS))
-        answers = pipeline.execute(raise_on_error=False) if beats else []
+        answers = scripts.answers(pipeline) if beats else []
         rows = [
             _worker(name, beats[name], answer, held.pop(name, 0), seen.now_ms)
             for name, answer in zip(beats, answers, strict=True)

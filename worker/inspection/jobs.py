@@ -7,7 +7,7 @@ from redis import Redis
 
 from gllm.keys import GROUP, Keys
 from worker.inspection.records import JobList, JobRow, JobState, Record, Survey
-from worker.inspection.scripts import Peeked, entry_ms, peek, text
+from worker.inspection.scripts import Peeked, answers, entry_ms, peek, text
 
 RELEASED = "-released"
 RECORD_FIELDS = ("state", "entry", "worker", "epoch", "attempts", "claims", "n", "cached_tokens")
@@ -75,8 +75,8 @@ def records(redis: Redis, keys: Keys, ids: list[str]) -> list[tuple[Record, bool
     for job_id in ids:
         pipeline.hmget(keys.job(job_id), list(RECORD_FIELDS))
         pipeline.exists(keys.cancel(job_id))
-    answers = pipeline.execute(raise_on_error=False) if ids else []
-    return [(record_of(fields), wish == 1) for fields, wish in zip(answers[::2], answers[1::2], strict=True)]
+    got = answers(pipeline) if ids else []
+    return [(record_of(fields), wish == 1) for fields, wish in zip(got[::2], got[1::2], strict=True)]
 
 
 def record_of(fields: Any, life_ms: int | None = None) -> Record:
@@ -122,10 +122,10 @@ def _held(redis: Redis, keys: Keys, seen: Survey, limit: int) -> list[Held]:
     pipeline = redis.pipeline(transaction=False)
     for name in streams:
         pipeline.xpending_range(keys.base + name, GROUP, "-", "+", limit)
-    answers = pipeline.execute(raise_on_error=False) if streams else []
+    got = answers(pipeline) if streams else []
     found = [
         Held(name, one["message_id"].decode(), text(one["consumer"]), one["time_since_delivered"])
-        for name, answer in zip(streams, answers, strict=True)
+        for name, answer in zip(streams, got, strict=True)
         if not isinstance(answer, Exception)
         for one in answer
     ]

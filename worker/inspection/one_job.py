@@ -22,7 +22,7 @@ from worker.inspection.jobs import (
 from worker.inspection.letters import letters_about
 from worker.inspection.records import Holder, JobState, JobView, Place, Record, ReplyView, StreamView, Survey
 from worker.inspection.replies import read_reply
-from worker.inspection.scripts import Peeked, entry_ms, pages, peek, text
+from worker.inspection.scripts import Peeked, answers, entry_ms, pages, peek, text
 
 MAX_LOOKED = 1000  # waiting entries of each stream
 NO_KEY = -2  # PTTL's answer
@@ -93,10 +93,10 @@ def _kept(redis: Redis, keys: Keys, job_id: str) -> Kept:
     pipeline.zscore(keys.delayed, job_id)
     pipeline.pttl(out)
     pipeline.xlen(out)
-    answers = pipeline.execute(raise_on_error=False)
-    broken = [answer for answer in answers if isinstance(answer, Exception)]
+    got = answers(pipeline)
+    broken = [answer for answer in got if isinstance(answer, Exception)]
     fields, parked, size, life, wish, due, reply_life, entries = [
-        None if isinstance(answer, Exception) else answer for answer in answers
+        None if isinstance(answer, Exception) else answer for answer in got
     ]
     return Kept(
         record=record_of(fields, _life(life)) if fields and any(value is not None for value in fields) else None,

@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec import Struct
 from redis import Redis
+from redis.client import Pipeline
 from redis.exceptions import NoScriptError
 
 from gllm.keys import Keys
@@ -62,6 +63,17 @@ def pages(redis: Redis, keys: Keys, stream: str, start: str, end: str, limit: in
 def requeue(redis: Redis, keys: Keys, letter: str) -> str:
     """Adds a dead letter's job again; the new entry's id. Raises ResponseError GONE, NOBODY or LIVE."""
     return text(_call(redis, _requeue, keys, (letter,)))
+
+
+def answers(pipeline: Pipeline) -> list[Any]:
+    """Runs a pipeline. What a key of another type or a lost group causes stays in its place; other errors are raised,
+    because what this user may not see, or the server cannot say now, is not nothing.
+    """
+    got: list[Any] = pipeline.execute(raise_on_error=False)
+    for answer in got:
+        if isinstance(answer, Exception) and not str(answer).startswith(("WRONGTYPE", "NOGROUP")):
+            raise answer
+    return got
 
 
 def text(value: bytes) -> str:

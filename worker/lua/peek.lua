@@ -6,7 +6,7 @@
 --   more   1: stopped early, because the bodies that were skipped became too many
 --   rows   per entry: number of its range (from 1), entry id, bytes of the body (-1: there is none), then name and
 --          value of its other fields, at most 24 of them and each cut after 1,024 bytes
--- Error words: none of its own. A stream that is missing or of another type has no entries.
+-- Error words: none of its own. A stream that is missing or of another type has no entries, nor has a range of no ids.
 
 local MAX_BYTES = 16 * 1024 * 1024 -- the server copies what it reads, and nobody else is served meanwhile
 local MAX_FIELDS, MAX_VALUE = 24, 1024
@@ -43,5 +43,10 @@ local function walk(range, stream, start, last)
   end
 end
 
-for i = 2, #ARGV, 3 do guarded(walk, (i + 1) / 3, ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
+for i = 2, #ARGV, 3 do
+  local problem = guarded(walk, (i + 1) / 3, ARGV[i], ARGV[i + 1], ARGV[i + 2])
+  if problem and problem:find('^ERR ') and not problem:find('Invalid stream ID', 1, true) then
+    error({err = problem}, 0) -- this user may not look: that there is nothing would be a lie
+  end
+end
 return {more, rows}
