@@ -5,7 +5,7 @@ _STEPS = ((86_400_000, "d", 3_600_000, "h"), (3_600_000, "h", 60_000, "m"), (60_
 
 
 def duration(ms: float | None) -> str:
-    """Like 850ms, 4.2s, 45s, 3m20s, 2h5m, 3d4h."""
+    """Like 850ms, 4.2s, 45s, 3m20s, 2h5m, 3d4h; never rounded up."""
     if ms is None:
         return NOTHING
     if ms < 0:
@@ -14,7 +14,9 @@ def duration(ms: float | None) -> str:
         if ms >= size:
             rest = int(ms % size // part)
             return f"{int(ms // size)}{name}" + (f"{rest}{part_name}" if rest else "")
-    return f"{ms:.0f}ms" if ms < 1000 else f"{ms / 1000:.1f}s" if ms < 10_000 else f"{ms / 1000:.0f}s"
+    if ms < 1000:
+        return f"{int(ms)}ms"
+    return f"{int(ms) // 100 / 10}s" if ms < 10_000 else f"{int(ms) // 1000}s"
 
 
 def size(count: int | None) -> str:

@@ -52,7 +52,7 @@ async def test_ps_shows_jobs_of_every_state_in_the_order_of_their_turn(bench: Qu
         ("runs", "orphaned"), ("dies", "orphaned"), ("back", "released"), ("hurry", "waiting"), ("later", "waiting"),
         ("new", "waiting"), ("runs", "duplicate"),
     ]  # fmt: skip
-    assert [shown[name] for name in ("held", "released", "waiting", "delayed")] == [2, 1, 4, 0]
+    assert [shown[name] for name in ("held", "orphaned", "released", "waiting")] == [2, 2, 1, 4]
     job = {job["id"]: job for job in reversed(shown["jobs"])}
     assert (job["runs"]["tokens"], job["runs"]["worker"], job["runs"]["claims"]) == (7, "w1", 1)
     assert (job["back"]["attempts"], job["back"]["worker"], job["back"]["claims"]) == (1, None, 2)

@@ -49,14 +49,16 @@ async def test_show_jobs_that_run_are_orphaned_or_were_released(bench: QueueBenc
     assert re.search(r"^deadline  \d{13}, in T$", text, re.MULTILINE)
     await bench.redis.zadd(bench.keys.workers, {"w1": 1})
     assert commands.json("show", "a")["state"] == "orphaned"
-    await bench.submit("b")
+    await bench.submit("b", v=1)
     await bench.redis.zadd(bench.keys.workers, {"w1": await now_ms(bench.redis)})
     await worker.release([job])
     shown = commands.json("show", "a")
     assert (shown["state"], shown["place"]) == ("released", {"stream": "jobs:normal:0", "ahead": 0, "waiting": 2})
     shown = commands.json("show", "b")
     assert (shown["state"], shown["place"]["ahead"], shown["record"]) == ("waiting", 1, None), "released ones go first"
-    assert "place  2 of 2 that wait in jobs:normal:0" in commands.text("show", "b")
+    text = commands.text("show", "b")
+    assert "place  2 of 2 that wait in jobs:normal:0" in text
+    assert "\nv  " not in text
 
 
 async def test_show_a_delayed_job_before_and_after_its_time(bench: QueueBench, commands: Commands) -> None:
@@ -138,7 +140,7 @@ def test_show_events_one_by_one_whatever_they_hold(redis_url: str, commands: Com
     assert text[text.index("ENTRY") :].splitlines() == [
         "ENTRY               EVENT   WHAT",
         "0-1                 start   attempt 1, 5 prompt tokens, 0 cached",
-        "2-0                 tokens  2 tokens from 0: Hex␛[31m�2J�␊y",
+        "2-0                 tokens  2 tokens from 0: 'Hex\\x1b[31m\\x9b2J\\u202e\\ny'",
         "2-4                 resume  attempt 2, from token 2, not exact",
         "9007199254740991-0  done    stop, 2 tokens; waited 0ms, total 0ms",
     ]

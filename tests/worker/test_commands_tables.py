@@ -21,7 +21,7 @@ def job(job_id: str, state: str, **more) -> JobRow:
 
 
 def jobs(*rows: JobRow, **counts: int) -> JobList:
-    return JobList(jobs=list(rows), **{"held": 0, "released": 0, "waiting": 0, "delayed": 0, **counts})
+    return JobList(jobs=list(rows), **{"held": 0, "orphaned": 0, "released": 0, "waiting": 0, "delayed": 0, **counts})
 
 
 def test_table_of_jobs_as_people_see_it() -> None:
@@ -41,6 +41,7 @@ def test_table_of_jobs_as_people_see_it() -> None:
         "-        waiting              normal    3m10s       0         0  -",
         "… and 1,199 more",
     ]
+    assert job_lines(Page(), "chat", jobs(held=3, orphaned=2))[0] == "queue chat: 1 running, 0 waiting, 2 orphaned"
     assert job_lines(Page(), "chat", jobs()) == ["queue chat: 0 running, 0 waiting"]
 
 
@@ -105,8 +106,8 @@ def test_colours_are_for_terminals_of_people_who_want_them(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("ms", "text"),
     [
-        (None, "-"), (0, "0ms"), (999, "999ms"), (4200, "4.2s"), (45_400, "45s"), (60_000, "1m"), (200_000, "3m20s"),
-        (7_500_000, "2h5m"), (100 * 3_600_000, "4d4h"), (-4200, "-4.2s"),
+        (None, "-"), (0, "0ms"), (999.9, "999ms"), (4200, "4.2s"), (9999, "9.9s"), (45_400, "45s"), (59_999, "59s"),
+        (60_000, "1m"), (200_000, "3m20s"), (7_500_000, "2h5m"), (100 * 3_600_000, "4d4h"), (-4200, "-4.2s"),
     ],
 )  # fmt: skip
 def test_durations_are_short(ms: float | None, text: str) -> None:

@@ -78,8 +78,8 @@ def _ps(inspector: "Inspector", limit: int, as_json: bool) -> str:
 
 def job_lines(to: Page, queue: str, jobs: "JobList") -> list[str]:
     """Counts, a table of jobs, and how many are not in it."""
-    head = f"queue {queue}: {jobs.held:,} running, {jobs.waiting:,} waiting"
-    rare = {"released": jobs.released, "delayed": jobs.delayed}
+    head = f"queue {queue}: {jobs.held - jobs.orphaned:,} running, {jobs.waiting:,} waiting"
+    rare = {"orphaned": jobs.orphaned, "released": jobs.released, "delayed": jobs.delayed}
     head += "".join(f", {count:,} {name}" for name, count in rare.items() if count)
     if not jobs.jobs:
         return [head]

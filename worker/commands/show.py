@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from worker.inspection.records import EventRow, Holder, JobView, Letter, Place, Record, ReplyView
 
 Pair = tuple[str, str | Cell | None]
+OUR_VERSION = ("v", "1")  # goes without saying
 EVENT_COLUMNS = (Column("ENTRY"), Column("EVENT"), Column("WHAT", shrinks=True))
 
 
@@ -86,7 +87,11 @@ def _job(view: "JobView") -> list[Pair]:
         ("submitted", None if view.age_ms is None else f"{duration(view.age_ms)} ago"),
         ("entry", None if view.entry is None else f"{view.entry} in {view.stream}"),
         ("body", None if view.body_bytes is None else size(view.body_bytes)),
-        *((name, _label(name, value, view.now_ms)) for name, value in view.labels.items()),
+        *(
+            (name, _label(name, value, view.now_ms))
+            for name, value in view.labels.items()
+            if (name, value) != OUR_VERSION
+        ),
         ("record", view.record and _record(view.record)),
         ("cancel", "asked for" if view.cancelling else None),
     ]
@@ -160,7 +165,7 @@ def _told(event: "ReplyEvent") -> tuple[str, str]:
         return "done", _done(event)
     if isinstance(event, Error):
         return "error", f"{event.code}: {event.message}" + (" (may work if submitted anew)" if event.retryable else "")
-    return "tokens", f"{counted(len(event.ids), 'token')} from {event.first:,}: {event.text}"
+    return "tokens", f"{counted(len(event.ids), 'token')} from {event.first:,}: {event.text!r}"
 
 
 def _done(event: Any) -> str:

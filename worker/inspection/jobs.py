@@ -50,14 +50,14 @@ def list_jobs(redis: Redis, keys: Keys, seen: Survey, alive: frozenset[str], lim
     rows = _stream_rows(redis, keys, seen, alive, limit)
     rows.sort(key=lambda row: _ORDER.index(row.state))
     rows += _delayed_rows(redis, keys, seen, limit - len(rows))
-    released = sum(stream.held.get(RELEASED, 0) for stream in seen.streams)
-    waiting = sum(stream.waiting for stream in seen.streams)
-    pending = sum(sum(stream.held.values()) for stream in seen.streams)
+    pending = [(consumer, count) for stream in seen.streams for consumer, count in stream.held.items()]
+    released = sum(count for consumer, count in pending if consumer == RELEASED)
     return JobList(
         jobs=rows,
-        held=pending - released,
+        held=sum(count for _, count in pending) - released,
+        orphaned=sum(count for consumer, count in pending if consumer not in alive and consumer != RELEASED),
         released=released,
-        waiting=max(0, waiting - released),
+        waiting=max(0, sum(stream.waiting for stream in seen.streams) - released),
         delayed=seen.delayed,
     )
 

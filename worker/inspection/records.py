@@ -121,10 +121,11 @@ class JobRow(Struct, frozen=True, kw_only=True):
 
 
 class JobList(Struct, frozen=True, kw_only=True):
-    """The first jobs, and how many there are of each kind; `held` are running or orphaned."""
+    """The first jobs, and how many there are of each kind. Of those that are `held`, some are `orphaned`."""
 
     jobs: list[JobRow]
     held: int
+    orphaned: int
     released: int
     waiting: int
     delayed: int
