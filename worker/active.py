@@ -9,6 +9,7 @@ import msgspec
 
 from engine.request import TokenLogprob as EngineLogprob
 from gllm.protocol import Done, Error, Resume, Start, TokenLogprob, Tokens, Usage, encode_event
+from worker import logs
 from worker.metrics import JobClock, Metrics
 from worker.queue import Claimed
 from worker.replay import Replay
@@ -26,6 +27,7 @@ class ActiveJob:
 
     def __init__(self, claimed: Claimed, metrics: Metrics) -> None:
         self.claimed = claimed
+        self.log = logs.of_job(claimed.id, claimed.epoch, claimed.claims)
         self.clock = JobClock(
             metrics,
             (claimed.claimed_ms - claimed.submitted_ms) / 1000,

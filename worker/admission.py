@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Literal, cast
 
-import structlog
 from redis.exceptions import RedisError
 
 from gllm.protocol import InvalidJob, Job
@@ -55,7 +54,6 @@ class Admission:
         self._slots = asyncio.Semaphore(THREADS)
         self._alone = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._log = structlog.get_logger()
 
     def begin(self, job: ActiveJob) -> None:
         """Prepare a job in the background; it ends or starts by itself."""
@@ -79,7 +77,7 @@ class Admission:
         except JobRejected as error:
             self._jobs.fail(job, cast(Rejection, error.code), error.message)
         except Exception as error:  # a fault of ours, or of a library, in one job: its neighbours must not notice
-            self._log.exception(logs.CRASHED, job=job.id)
+            job.log.error(logs.JOB_FAILED, error=type(error).__name__, where=logs.where(error))
             self._jobs.fail(job, "internal", f"{type(error).__name__} while the job was prepared")
         else:
             self._start(job, prepared, replay)

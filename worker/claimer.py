@@ -135,16 +135,29 @@ class Claimer:
                 self._metrics.recovery("entry_lost")
                 self._log.warning(logs.ENTRY_LOST, entry=note.text)
             case "dead_letter" | "unburied":
-                self._metrics.dead_letter(note.text.partition(":")[0] if note.kind == "dead_letter" else "unwritten")
-                self._log.warning(logs.DEAD_LETTER, job=note.id, reason=note.text, written=note.kind == "dead_letter")
+                self._tell_letter(note)
             case "unowned":
                 self._metrics.recovery("unowned")
                 self._log.warning(logs.ENTRY_UNOWNED, stream=note.text)
             case kind if kind in ENDED:
                 self._metrics.jobs(kind)
-                self._log.info(logs.JOB_ENDED, job=note.id, outcome=kind, message=note.text)
+                logs.of_job(note.id, note.epoch, note.claims).info(
+                    logs.JOB_ENDED, outcome=kind, message=logs.without_value(note.text)
+                )
+            case "delayed" | "promoted":
+                event = logs.JOB_DELAYED if note.kind == "delayed" else logs.JOB_PROMOTED
+                logs.of_job(note.id, note.epoch, note.claims).debug(event)
             case _:
-                self._log.debug(note.kind, job=note.id)
+                pass  # keys that are not what they should be: `_tell_broken` knows which are new
+
+    def _tell_letter(self, note: Note) -> None:
+        """A dead letter, or one that could not be written."""
+        written = note.kind == "dead_letter"
+        reason, _, message = note.text.partition(": ") if written else ("unwritten", "", note.text)
+        self._metrics.dead_letter(reason)
+        logs.of_job(note.id, note.epoch, note.claims).warning(
+            logs.DEAD_LETTER, reason=reason, message=logs.without_value(message), written=written
+        )
 
 
 async def first_of(waiting: Coroutine[Any, Any, None], *events: asyncio.Event) -> None:

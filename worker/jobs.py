@@ -1,11 +1,10 @@
 """The jobs of this worker: what the engine, Redis and the clock have to say about each, and where it goes then."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, Protocol
-
-import structlog
 
 from engine.request import Delta, FinishReason, Request, Stats
 from engine.wire import EngineInfo
@@ -46,7 +45,6 @@ class Jobs:
         self._leaving: set[str] = set()  # cancelled in the engine, which has not said its last word of them
         self._paused = False
         self._gone = asyncio.Event()
-        self._log = structlog.get_logger()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -101,7 +99,8 @@ class Jobs:
         path = "" if claimed.claims == 1 else ("redelivered" if claimed.taken_from else "released")
         if path:
             self._metrics.recovery(path)
-        self._log_job(job, logs.JOB_REDELIVERED if path else logs.JOB_CLAIMED, published=claimed.published)
+        event, level = (logs.JOB_REDELIVERED, logging.INFO) if path else (logs.JOB_CLAIMED, logging.DEBUG)
+        job.log.log(level, event, published=claimed.published)
         return job
 
     def start(self, job: ActiveJob, request: Request) -> None:
@@ -147,7 +146,7 @@ class Jobs:
         resumed = job.claimed.published > 0
         if resumed:
             self._metrics.recovery("resumed")
-        self._log_job(job, logs.JOB_RESUMED if resumed else logs.JOB_STARTED, prompt_tokens=job.prompt_tokens)
+        job.log.info(logs.JOB_RESUMED if resumed else logs.JOB_STARTED, prompt_tokens=job.prompt_tokens)
         self.on_room()
 
     def _engine_refused(self, job: ActiveJob, message: str) -> None:
@@ -185,7 +184,7 @@ class Jobs:
         """End the job with an error, unless it has ended. `in_engine` as in `end`."""
         if self.owns(job):
             job.failed(code, message, retryable=retryable)
-            self._log_job(job, logs.JOB_REJECTED, code=code, message=logs.without_value(message))
+            job.log.info(logs.JOB_REJECTED, code=code, message=logs.without_value(message))
             self._leave_engine(job, cancel=in_engine)
             self.changed(job)
 
@@ -226,18 +225,18 @@ class Jobs:
 
     def repaired(self, job: ActiveJob) -> None:
         self._metrics.recovery("repaired")
-        self._log_job(job, logs.JOB_REPAIRED, n=job.published)
+        job.log.info(logs.JOB_REPAIRED, n=job.published)
 
     def cancelled(self, job: ActiveJob) -> None:
         if self.owns(job):
-            self._log_job(job, logs.JOB_CANCELLED)
+            job.log.info(logs.JOB_CANCELLED)
             self.end(job, "cancelled")
 
     def fenced(self, job: ActiveJob) -> None:
         if self.has(job):
             self._metrics.redis_error("fenced")
             self._metrics.recovery("fenced")
-            self._log_job(job, logs.JOB_FENCED)
+            job.log.info(logs.JOB_FENCED)
             self.drop(job)
 
     def unpublishable(self, job: ActiveJob, message: str) -> None:
@@ -246,11 +245,16 @@ class Jobs:
             job.give_up()
             self.fail(job, "internal", f"the reply cannot be written: {message}")
 
+    def buried(self, job: ActiveJob) -> None:
+        """Its terminal event could not be written either: the finish script made a dead letter of it."""
+        self._metrics.dead_letter("unpublishable")
+        job.log.warning(logs.DEAD_LETTER, reason="unpublishable", written=True)
+
     def ended(self, job: ActiveJob) -> None:
         if self._jobs.pop(job.id, None) is not None:
             self._gone.set()
             job.clock.end(job.outcome, time.monotonic())
-            self._log_job(job, logs.JOB_ENDED, outcome=job.outcome, tokens=job.n)
+            job.log.info(logs.JOB_ENDED, outcome=job.outcome, tokens=job.n)
             self._acquit(job)
             self.on_room()
 
@@ -288,10 +292,6 @@ class Jobs:
             job.holds.discard(why)
             if job.in_engine and not job.holds:
                 self._engine.unhold(job.id)
-
-    def _log_job(self, job: ActiveJob, event: str, **fields: object) -> None:
-        write = self._log.debug if event == logs.JOB_CLAIMED else self._log.info
-        write(event, job=job.id, epoch=job.claimed.epoch, attempt=job.claimed.claims, **fields)
 
 
 def _reason(reason: FinishReason) -> Literal["stop", "length", "cancelled"]:

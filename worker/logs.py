@@ -9,6 +9,7 @@ import logging
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
@@ -44,6 +45,9 @@ JOB_FENCED = "job_fenced"
 JOB_REPAIRED = "job_repaired"
 JOB_RELEASED = "job_released"
 JOB_REDELIVERED = "job_redelivered"
+JOB_DELAYED = "job_delayed"  # it is not to be run yet
+JOB_PROMOTED = "job_promoted"  # and now it is
+JOB_FAILED = "job_failed"  # a fault of ours, or of a library, in one job; `where` says in which lines of code
 DEAD_LETTER = "dead_letter"
 GROUP_LOST = "group_lost"
 ENTRY_LOST = "entry_lost"  # a job's entry was trimmed or deleted while somebody had it
@@ -96,6 +100,16 @@ class SafeHandler(logging.StreamHandler[Any]):
             self.stream.write(to_json(problem) + self.terminator)
         except (OSError, ValueError):
             return  # stderr is gone: there is nowhere left to say it
+
+
+def of_job(job_id: str, epoch: int, attempt: int) -> Any:
+    """The logger for all lines about one job at one worker; `attempt`: how often it was handed out."""
+    return structlog.get_logger().bind(job=job_id, epoch=epoch, attempt=attempt)
+
+
+def where(error: BaseException) -> list[str]:
+    """The way to an error, innermost last, without its message: a library may have put a prompt there."""
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def without_value(message: str) -> str:

@@ -46,8 +46,11 @@ class Listener(Protocol):
     def unpublishable(self, job: ActiveJob, message: str) -> None:
         """Its reply cannot be written."""
 
+    def buried(self, job: ActiveJob) -> None:
+        """There is a dead letter of it, because its terminal event could not be written."""
+
     def ended(self, job: ActiveJob) -> None:
-        """Its terminal event is written."""
+        """It is over: its terminal event is written, or it is buried."""
 
 
 class Publisher:
@@ -157,7 +160,9 @@ class Publisher:
             return
         answers = await self._queue.finish([row for _, row in rows])
         for (job, _), answer in zip(rows, answers, strict=True):
-            if answer.status in ("OK", "ERR"):  # after an ERR the job has ended, too, with a dead letter
+            if answer.status == "ERR":
+                self._listener.buried(job)
+            if answer.status in ("OK", "ERR"):
                 self._listener.ended(job)
             else:
                 self._refused(job, answer)

@@ -199,7 +199,7 @@ class Running:
                 self.jobs.fail(job, "internal", "the job's entry was deleted while it ran", retryable=True)
             else:
                 self._metrics.released.add(answer.status == "OK")
-                self._log.info(logs.JOB_RELEASED, job=job.id, status=answer.status, charged=job.id in charged)
+                job.log.info(logs.JOB_RELEASED, status=answer.status, charged=job.id in charged)
                 self.jobs.drop(job)
 
 

@@ -125,11 +125,13 @@ class StreamState(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Something that a claim did beside handing out jobs."""
+    """Something that a claim did beside handing out jobs; `epoch` and `claims` are 0 where there is no record."""
 
     kind: str
     id: str
     text: str
+    epoch: int
+    claims: int
 
 
 class ClaimedRow(NamedTuple):
@@ -191,7 +193,7 @@ async def claim(
         bell_id=bell.decode(),
         streams=[StreamState(name.decode(), last.decode(), Backlog(*counts)) for name, last, *counts in states],
         jobs=[_claimed(row) for row in jobs],
-        notes=[Note(*(text.decode(errors="replace") for text in note)) for note in notes],
+        notes=[Note(*(text.decode(errors="replace") for text in note[:3]), *note[3:]) for note in notes],
         left=bool(left),
     )
 

@@ -113,6 +113,9 @@ class Flushes:
     def published(self, job: Stub) -> None:
         pass
 
+    def buried(self, job: Stub) -> None:
+        pass
+
     def ended(self, job: Stub) -> None:
         pass
 

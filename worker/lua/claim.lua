@@ -10,9 +10,10 @@
 --             out
 --   jobs      per job: id, stream, entry, epoch, attempts, claims, n, cached_tokens, suspect, submitted ms, taken from
 --             ('' a new entry, else its last worker), body, deadline, tenant, affinity, traceparent ('' where absent)
---   notes     per event: kind, id, text. Ended here: cancelled deadline invalid unsupported too_large max_attempts
---             internal. Dropped: duplicate ended vanished. Others: delayed promoted dead_letter unburied (the dead letter
---             could not be written) unowned (entries that nobody had) stream (a key of the queue is not what it should be)
+--   notes     per event: kind, id, text, epoch and claims (0 where there is no record). Ended here: cancelled deadline
+--             invalid unsupported too_large max_attempts internal. Dropped: duplicate ended vanished. Others: delayed
+--             promoted dead_letter unburied (the dead letter could not be written) unowned (entries that nobody had)
+--             stream (a key of the queue is not what it should be)
 --   left      1: expired entries were left for want of room
 -- Error words: none of its own. A lost group is made again at id 0; a stream of another type becomes a note.
 
@@ -132,7 +133,7 @@ local function admit(item)
   local ended = reconcile(item.id, record)
   if duplicate(item, ended) then
     drop(item.stream, item.entry)
-    return note('duplicate', item.id)
+    return note('duplicate', item.id, nil, record)
   end
   if ended then
     if record.state == 'ended' then
@@ -140,7 +141,7 @@ local function admit(item)
     else
       end_job(item.id, nil, item.stream, item.entry, record.worker or worker)
     end
-    return note('ended', item.id)
+    return note('ended', item.id, nil, record)
   end
   -- it runs here, or its live worker will renew it: it stays pending, and is looked at again when that ends
   if active[item.id] then return end

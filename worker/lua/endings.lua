@@ -7,21 +7,26 @@ local MAX_LABEL_BYTES = 1024 -- 256 characters, and as much as a dead letter kee
 local worker, now = ARGV[1], now_ms()
 local notes = {}
 
-local function note(kind, id, text) notes[#notes + 1] = {kind, id or '', text or ''} end
+local function note(kind, id, text, record)
+  record = record or {}
+  notes[#notes + 1] = {kind, id or '', text or '', record.epoch or 0, record.claims or 0}
+end
 
 -- Writes a dead letter; that this fails (`dead` is of another type) must not keep the entry in the way.
 local function send_letter(item, reason, message)
   local problem = guarded(bury, {reason = reason, error = message, attempts = item.record.attempts,
     worker = item.record.worker, stream = item.stream, fields = item.fields})
   local id = item.id and item.id:sub(1, 128)
-  if problem then note('unburied', id, problem) else note('dead_letter', id, reason .. ': ' .. message) end
+  local kind, text = 'dead_letter', reason .. ': ' .. message
+  if problem then kind, text = 'unburied', problem end
+  note(kind, id, text, item.record)
 end
 
 -- Ends a job that nobody will run, and says so. `letter`: the reason of a dead letter to write first, or nil.
 local function close(item, kind, event, letter)
   if letter then send_letter(item, letter, event.message) end
   local problem = end_job(item.id, cjson.encode(event), item.stream, item.entry, item.record.worker or worker)
-  note(kind, item.id, problem or event.message)
+  note(kind, item.id, problem or event.message, item.record)
 end
 
 local function refuse(item, code, message, letter)
