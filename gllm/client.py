@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError
 
 from gllm.connection import connect
@@ -196,11 +197,9 @@ class Client:
         pipeline.xadd(stream, cast(Any, entry))
         if replicas:
             pipeline.wait(replicas, int(REPLICAS_SECONDS * 1000))  # pyright: ignore[reportUnknownMemberType]
-        answers = await pipeline.execute(raise_on_error=False)
-        if isinstance(answers[0], RedisError):
-            raise answers[0]
-        if replicas and answers[1] < replicas:
-            raise NotReplicated(entry["id"], answers[1], replicas)
+        _, *acknowledged = await _answers(pipeline)
+        if acknowledged and acknowledged[0] < replicas:
+            raise NotReplicated(entry["id"], acknowledged[0], replicas)
 
     async def _shard_count(self) -> int:
         count, asked = self._shards
@@ -215,7 +214,7 @@ class Client:
         pipeline = self._redis.pipeline(transaction=False)
         for stream in self._keys.streams(shards):
             pipeline.xlen(stream)
-        waiting = sum(cast(list[int], await pipeline.execute()))
+        waiting = sum(await _answers(pipeline))
         if waiting >= self._max_queue:
             raise QueueFull(f"queue {self._keys.queue}: {waiting} unfinished jobs, max_queue is {self._max_queue}")
 
@@ -239,26 +238,35 @@ class Client:
         return [read_entry(entry, fields) for entry, fields in cast(list[tuple[bytes, list[Entry]]], reply)[0][1]]
 
     async def _refuse_expired(self, job_id: str) -> None:
-        pipeline = self._redis.pipeline(transaction=True)
+        pipeline = self._redis.pipeline(transaction=False)
         pipeline.hget(self._keys.job(job_id), "state")
         pipeline.exists(self._keys.out(job_id))
-        state, kept = cast(tuple[bytes | None, int], await pipeline.execute())
+        state, kept = await _answers(pipeline)
         if state == b"ended" and not kept:
             raise ReplyExpired(f"job {job_id} has ended and its reply is no longer kept")
 
     async def _wish_cancel(self, job_id: str) -> bool:
         """The wish is set before the state is looked at: a job that ends in between takes the wish with it."""
         wish = self._keys.cancel(job_id)
-        pipeline = self._redis.pipeline(transaction=True)
+        pipeline = self._redis.pipeline(transaction=False)
         pipeline.set(wish, 1, ex=CANCEL_SECONDS)
         pipeline.hget(self._keys.job(job_id), "state")
         pipeline.zscore(self._keys.delayed, job_id)
-        _, state, due_ms = cast(tuple[object, bytes | None, float | None], await pipeline.execute())
+        _, state, due_ms = await _answers(pipeline)
         if state == b"ended":
             await self._redis.delete(wish)
         elif due_ms is not None:  # a wish that was taken meanwhile stays gone
             await self._redis.pexpireat(wish, int(due_ms) + 1000 * CANCEL_SECONDS)
         return state != b"ended"
+
+
+async def _answers(pipeline: Pipeline) -> list[Any]:
+    """Raises the first error as the server said it: redis-py would put the whole command before it."""
+    answers = await pipeline.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, RedisError):
+            raise answer
+    return answers
 
 
 def _next_block(heard: float, timeout: float | None) -> float:

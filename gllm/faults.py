@@ -25,6 +25,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.02, 2.0  # seconds between two tries of the same 
 _TRANSIENT_WORDS = (
     *("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "OOM", "MISCONF", "NOREPLICAS"),
     "BUSY ",  # a script runs for too long; BUSYGROUP is something else
+    *("MOVED ", "ASK "),  # as redis-py before 8 has them outside of its cluster client; see AskError below
     *("UNBLOCKED force", "UNBLOCKED client"),  # a primary was demoted under a blocked read, or somebody woke it
 )
 # redis-py cuts off the word of these. AskError is also MOVED: the queue's slot is moving, or has moved

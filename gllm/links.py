@@ -8,6 +8,7 @@ by then, or to what sentinels and cluster nodes say.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import redis.asyncio.connection as aio
 import redis.connection as plain
 from redis.exceptions import (
-    AskError,
     ClusterDownError,
     ConnectionError,  # noqa: A004 (redis-py's name)
     ReadOnlyError,
@@ -29,7 +29,8 @@ from gllm.faults import is_transient
 from gllm.urls import Address
 
 BELIEVED_SECONDS = 1.0  # how long an address is not asked for again: many connections of one moment need one answer
-STRAYED = (ReadOnlyError, ClusterDownError, AskError)  # ClusterDownError is also MASTERDOWN, AskError also MOVED
+STRAYED = (ReadOnlyError, ClusterDownError)  # the latter is also MASTERDOWN
+REDIRECTION = re.compile(r"^(?:(?:MOVED|ASK) )?\d+ (?P<host>\S*):(?P<port>\d+)$")  # redis-py 8 cuts off the word
 DEMOTED = "UNBLOCKED force"  # what a blocked read is told when its primary becomes a replica
 
 
@@ -43,10 +44,10 @@ class _Belief:
         self._asked = -BELIEVED_SECONDS
 
     def forget(self, error: RedisError | None = None, host: str = "") -> None:
-        """The server is not where it was thought to be."""
+        """The server is not where it was thought to be; what the error says of its place is not lost."""
         self._address = None
-        if isinstance(error, AskError):
-            self.directory.hint(Address(error.host or host, error.port))
+        if error is not None and (named := REDIRECTION.search(str(error))):
+            self.directory.hint(Address(named["host"] or host, int(named["port"])))
 
     def held(self, since: float) -> Address | None:
         """The address if it is fresh. Raises what another asked for in vain after `since`, when ours began."""
@@ -129,13 +130,14 @@ class Finder(_Belief):
 
 
 def _strayed(error: ResponseError) -> bool:
-    return isinstance(error, STRAYED) or str(error).startswith(DEMOTED)
+    text = str(error)
+    return isinstance(error, STRAYED) or text.startswith(DEMOTED) or REDIRECTION.match(text) is not None
 
 
 def _leave(error: RedisError, finder: _Belief | None, host: str) -> None:
     if finder is not None:
         finder.forget(error, host)
-    elif isinstance(error, AskError):
+    elif REDIRECTION.match(str(error)):
         message = f"{error}: this is a node of a cluster, use redis+cluster:// (or rediss+cluster://)"
         raise ResponseError(message) from error
 

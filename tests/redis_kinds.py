@@ -78,7 +78,7 @@ class Sentinels:
 
     def wait_watched(self) -> None:
         with connect_sync(f"redis://127.0.0.1:{self.watch.port}") as watch:
-            until(lambda: watch.sentinel_master(SERVICE)["num-slaves"] == 1, "the sentinel to know the replica")
+            until(lambda: watch.execute_command("SENTINEL", "REPLICAS", SERVICE), "the sentinel to know the replica")
 
     @property
     def url(self) -> str:
