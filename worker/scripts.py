@@ -223,7 +223,7 @@ def _claimed(row: list[Any]) -> ClaimedRow:
 
 async def append(redis: Redis, base: str, worker: str, rows: Sequence[AppendRow]) -> list[Answer]:
     """Publish events; OK, CANCEL, FENCED, GAP or ERR for each row."""
-    wire = [(*row[:5], row.event.decode(), row.cached_tokens) for row in rows]
+    wire = _flat((*row[:5], row.event.decode(), row.cached_tokens) for row in rows)
     return _lines(await _append(redis, [base], (worker, _json.encode(wire))))
 
 

@@ -1,8 +1,9 @@
 -- Publishes rows of reply events, for all jobs of a flush together. Each row stands alone.
 -- KEYS[1]  the queue's prefix
 -- ARGV[1]  worker
--- ARGV[2]  the rows as a JSON array (one argument instead of hundreds: they cost more than what is done with them), each
---          an array of kind, id, epoch, from, to, event (a string), cached_tokens ('' but for a first start)
+-- ARGV[2]  the rows, one after the other in one flat JSON array (one argument instead of hundreds, few tables and no
+--          closures: such things cost more than the commands), 7 values each: kind, id, epoch, from, to, event (a
+--          string), cached_tokens ('' but for a first start)
 --          kind `tokens`: to > from, entry id <to>-0.   kind `mark`: to = from = n, entry id <n>-<epoch>
 -- Returns  a line per row: status, n and, after an ERR, its text
 --   OK       it is there (also when it had been there before)
@@ -11,70 +12,72 @@
 --   GAP      Redis has n tokens: send again from n
 --   ERR      the row cannot be written
 
+local WIDTH = 7
 local EXISTS_KEYS = 1000 -- at a time: Lua's stack has room for 8,000 arguments
-local worker = ARGV[1]
+local worker, rows = ARGV[1], cjson.decode(ARGV[2])
+
+local function begin(out, entry, event)
+  redis.call('XADD', out, entry, 'd', event)
+  redis.call('PEXPIRE', out, DAY_MS) -- from then on each renewal does
+end
 
 -- What happened to an XADD of `entry`: nil (written), or the token count that the stream has beyond it.
 local function write(id, entry, event)
-  local out = base .. 'out:' .. id
-  local problem = guarded(function()
-    if redis.call('XADD', out, 'NOMKSTREAM', entry, 'd', event) then return end
-    redis.call('XADD', out, entry, 'd', event)
-    redis.call('PEXPIRE', out, DAY_MS) -- from then on each renewal does
-  end)
-  if problem and not problem:find('equal or smaller', 1, true) then error(problem, 0) end
-  return problem and last_of(id)
+  local out, problem = base .. 'out:' .. id, nil
+  local ok, added = pcall(redis.call, 'XADD', out, 'NOMKSTREAM', entry, 'd', event)
+  if not ok then
+    problem = caught(added)
+  elseif not added then
+    problem = guarded(begin, out, entry, event)
+  end
+  if not problem then return nil end
+  if not problem:find('equal or smaller', 1, true) then error(problem, 0) end
+  return last_of(id)
 end
 
-local function mark(row, record)
-  if record.n < row.to then return 'GAP', record.n end -- with more tokens than that it was written before them
-  write(row.id, row.to .. '-' .. row.epoch, row.event)
-  if row.cached ~= '' then redis.call('HSETNX', base .. 'job:' .. row.id, 'cached_tokens', row.cached) end
+local function mark(record, id, epoch, _, to, event, cached)
+  if record.n < to then return 'GAP', record.n end -- with more tokens than that it was written before them
+  write(id, to .. '-' .. epoch, event)
+  if cached ~= '' then redis.call('HSETNX', base .. 'job:' .. id, 'cached_tokens', cached) end
   return 'OK', record.n
 end
 
-local function tokens(row, record)
-  if record.n == row.to then return 'OK', record.n end
-  if record.n ~= row.from then return 'GAP', record.n end
-  local beyond = write(row.id, row.to .. '-0', row.event)
+local function tokens(record, id, _, from, to, event)
+  if record.n == to then return 'OK', record.n end
+  if record.n ~= from then return 'GAP', record.n end
+  local beyond = write(id, to .. '-0', event)
   if beyond then -- the record is older than the reply (a failover): the reply is the truth
-    redis.call('HSET', base .. 'job:' .. row.id, 'n', beyond)
-    return beyond == row.to and 'OK' or 'GAP', beyond
+    redis.call('HSET', base .. 'job:' .. id, 'n', beyond)
+    return beyond == to and 'OK' or 'GAP', beyond
   end
-  redis.call('HSET', base .. 'job:' .. row.id, 'n', row.to)
+  redis.call('HSET', base .. 'job:' .. id, 'n', to)
   if record.attempts > 0 then -- a new token acquits a suspect
-    redis.call('HSET', base .. 'job:' .. row.id, 'attempts', 0)
-    end_trial(worker, row.id)
+    redis.call('HSET', base .. 'job:' .. id, 'attempts', 0)
+    end_trial(worker, id)
   end
-  return 'OK', row.to
+  return 'OK', to
 end
 
 -- Whether a producer wants any of the jobs cancelled: one call for all of them, because hardly ever one does.
-local function any_cancelled(rows)
+local function any_cancelled()
   local keys = {}
-  for i, row in ipairs(rows) do keys[i] = base .. 'cancel:' .. row.id end
+  for i = 2, #rows, WIDTH do keys[#keys + 1] = base .. 'cancel:' .. rows[i] end
   for first = 1, #keys, EXISTS_KEYS do
     if redis.call('EXISTS', unpack(keys, first, math.min(first + EXISTS_KEYS - 1, #keys))) > 0 then return true end
   end
   return false
 end
 
-local rows = cjson.decode(ARGV[2])
-for i, row in ipairs(rows) do
-  rows[i] = {kind = row[1], id = row[2], epoch = tostring(row[3]), from = row[4], to = row[5], event = row[6],
-             cached = row[7]}
-end
-local look = any_cancelled(rows)
+local look = any_cancelled()
 
-local function publish(row)
-  local record = fence(row.id, row.epoch, worker)
+local function publish(kind, id, epoch, ...)
+  local record = fence(id, tostring(epoch), worker)
   if not record then return 'FENCED', 0 end
-  local kind = row.kind == 'mark' and mark or tokens
-  local status, n = kind(row, record)
-  if look and status == 'OK' and redis.call('EXISTS', base .. 'cancel:' .. row.id) == 1 then status = 'CANCEL' end
+  local status, n = (kind == 'mark' and mark or tokens)(record, id, epoch, ...)
+  if look and status == 'OK' and redis.call('EXISTS', base .. 'cancel:' .. id) == 1 then status = 'CANCEL' end
   return status, n
 end
 
 local answers = {}
-for i, row in ipairs(rows) do answers[i] = answer(publish, row) end
+for i = 1, #rows, WIDTH do answers[#answers + 1] = answer(publish, unpack(rows, i, i + WIDTH - 1)) end
 return table.concat(answers, '\n')

@@ -24,22 +24,26 @@ local function text_of(err)
   return (text:gsub('^%-', ''))
 end
 
--- Runs f and returns the text of what it raised, or nil. What the whole server suffers from is raised again: it is
--- never the fault of one row, and it can only come up before the script's first write, so nothing is half done.
-local function guarded(f, ...)
-  local ok, err = pcall(f, ...)
-  if ok then return nil end
+-- The text of an error that was caught. What the whole server suffers from is raised again: it is never the fault of one
+-- row, and it can only come up before the script's first write, so nothing is half done.
+local function caught(err)
   local text = text_of(err)
   if TRANSIENT[text:match('^%u+') or ''] then error({err = text}, 0) end
   return text
 end
 
+-- Runs f and returns the text of what it raised, or nil.
+local function guarded(f, ...)
+  local ok, err = pcall(f, ...)
+  if not ok then return caught(err) end
+end
+
 -- A script's answer about one row: f returns status, n and, for an ERR, its text; or it raises.
-local function answer(f, row)
-  local status, n, text
-  local problem = guarded(function() status, n, text = f(row) end)
-  if problem then status, n, text = 'ERR', 0, problem end
-  return ('%s %d%s'):format(status, n, text and ' ' .. text:gsub('%c', ' ') or '')
+local function answer(f, ...)
+  local ok, status, n, text = pcall(f, ...)
+  if not ok then status, n, text = 'ERR', 0, caught(status) end
+  local line = ('%s %d'):format(status, n)
+  return text and line .. ' ' .. text:gsub('%c', ' ') or line
 end
 
 -- A command on one of the queue's own keys. Redis' text for one of another type does not say which key it is: ours does.
