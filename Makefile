@@ -4,6 +4,7 @@
 #   TORCH_INDEX        an index to take torch from, such as the PyTorch project's CPU index: the wheel that Linux gets by
 #                      default is a CUDA build of several GB. Empty: pip's own index
 #   PIP_INSTALL_FLAGS  passed to every `pip install`
+#   SEEDS              of `make chaos`: one run on each kind of server per seed
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,12 +22,14 @@ TORCH_MADE := $(MADE)-torch
 DEMO_MADE := $(MADE)-demo
 DEV_MADE := $(MADE)-dev
 MODEL_MADE := $(MADE)-model
+SEEDS ?= 1
 
-.PHONY: help demo test test-all bench lint clean distclean
+.PHONY: help demo test test-all chaos bench lint clean distclean
 help:
 	@echo "make demo      install, start a Redis and a worker, stream eight chats, print a table"
 	@echo "make test      what a newcomer can run: tests, ruff, pyright (at most eight minutes on two cores)"
 	@echo "make test-all  the long tests too"
+	@echo "make chaos     1,000 jobs under kill -9 and worse, on each kind of server; SEEDS='1 2 3' for more of it"
 	@echo "make bench     the engine against transformers on the demo model"
 	@echo "make lint      ruff and pyright only"
 	@echo "make clean     remove build products and caches; make distclean removes $(VENV) too"
@@ -39,6 +42,9 @@ test: lint $(MODEL_MADE)
 
 test-all: lint $(MODEL_MADE)
 	$(BIN)/python -m pytest
+
+chaos: $(DEV_MADE)
+	CHAOS_SEEDS="$(SEEDS)" $(BIN)/python -m pytest -s -m slow tests/chaos
 
 bench: $(DEV_MADE) $(MODEL_MADE)
 	$(BIN)/python -m benchmarks.engine

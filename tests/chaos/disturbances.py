@@ -1,0 +1,160 @@
+"""What is done to the workers and to the server while jobs run. Which and when is a function of the seed."""
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from gllm.connection import connect_sync
+from tests.chaos.crew import Crew, Member
+from tests.chaos.diary import Diary
+from tests.servers import Server
+
+DECK = (
+    *("kill a worker",) * 3,
+    *("kill an engine",) * 2,
+    *("freeze a worker",) * 2,
+    "freeze both",
+    "freeze an engine",
+    "end a worker",
+    "hurry a worker",
+    "kill everybody",
+    *("flush scripts",) * 2,
+    *("cut connections",) * 2,
+)
+SERVER_DECK = ("restart the server", "kill the server", "kill server and worker", "freeze the server")
+GAP_SECONDS = (0.1, 0.8)
+FROZEN_LEASES = (1.2, 2.5)
+DOWN_LEASES = (0.1, 1.5)
+ENDED, DIED, KILLED = 0, 1, -signal.SIGKILL  # status of a worker after SIGTERM, without its engine, after SIGKILL
+
+
+class Disturber:
+    """Plays decks of disturbances. `lease` in seconds: what is frozen stays so for longer than that."""
+
+    def __init__(self, seed: int, crew: Crew, server: Server, lease: float, diary: Diary) -> None:
+        self._rng = random.Random(seed)
+        self._crew, self._server, self._lease, self._diary = crew, server, lease, diary
+        self._thaws: list[threading.Timer] = []
+        self.done: list[str] = []
+
+    def play(self, more: Callable[[], bool]) -> None:
+        """A whole deck at least; further cards while `more`."""
+        for card in self._cards():
+            if len(self.done) >= len(DECK) + len(SERVER_DECK) and not more():
+                break
+            time.sleep(self._rng.uniform(*GAP_SECONDS))
+            self._diary.write(card)
+            self._diary.write(f"    {getattr(self, '_' + card.replace(' ', '_'))()}")
+            self.done.append(card)
+        for thaw in self._thaws:
+            thaw.join()
+
+    def _cards(self) -> Iterator[str]:
+        """The server's lie in the first half of a deck: its restart also restarts the clock of the reaper."""
+        while True:
+            deck = self._rng.sample(DECK, len(DECK))
+            for card in SERVER_DECK:
+                deck.insert(self._rng.randint(0, len(DECK) // 2), card)
+            yield from deck
+
+    # -- workers --------------------------------------------------------------------------------------------------
+
+    def _someone(self) -> Member:
+        """One of those that serve, once half of the crew does: a slow machine is to make progress, too."""
+        return self._rng.choice(self._crew.wait_ready((self._crew.size + 1) // 2))
+
+    def _kill_everybody(self) -> str:
+        everybody = self._crew.wait_ready((self._crew.size + 1) // 2)
+        for member in everybody:
+            member.signal(signal.SIGKILL, KILLED)
+        return ", ".join(member.name for member in everybody)
+
+    def _kill_a_worker(self) -> str:
+        member = self._someone()
+        member.signal(signal.SIGKILL, KILLED)
+        return member.name
+
+    def _kill_an_engine(self) -> str:
+        member = self._someone()
+        member.signal_engine(signal.SIGKILL, DIED)
+        return member.name
+
+    def _end_a_worker(self) -> str:
+        member = self._someone()
+        member.signal(signal.SIGTERM, ENDED)
+        return member.name
+
+    def _hurry_a_worker(self) -> str:
+        member = self._someone()
+        member.signal(signal.SIGTERM, ENDED)
+        time.sleep(self._rng.uniform(0.0, 0.2))
+        member.signal(signal.SIGTERM)
+        return member.name
+
+    def _freeze_a_worker(self) -> str:
+        member = self._someone()
+        return self._freeze(member, member.signal)
+
+    def _freeze_an_engine(self) -> str:
+        member = self._someone()
+        return self._freeze(member, member.signal_engine)
+
+    def _freeze_both(self) -> str:
+        member = self._someone()
+        return self._freeze(member, member.signal, member.signal_engine)
+
+    def _freeze(self, member: Member, *signals: Callable[[int], None]) -> str:
+        """Other things go on happening before it thaws."""
+        seconds = self._lease * self._rng.uniform(*FROZEN_LEASES)
+        member.frozen = True
+        for send in signals:
+            send(signal.SIGSTOP)
+        self._thaws.append(threading.Timer(seconds, self._thaw, (member, signals)))
+        self._thaws[-1].start()
+        return f"{member.name} for {seconds:.2f} s"
+
+    def _thaw(self, member: Member, signals: tuple[Callable[[int], None], ...]) -> None:
+        for send in signals:
+            send(signal.SIGCONT)
+        member.frozen = False
+        self._diary.write(f"{member.name} thaws")
+
+    # -- the server -----------------------------------------------------------------------------------------------
+
+    def _flush_scripts(self) -> str:
+        with connect_sync(self._server.url) as client:
+            client.script_flush()
+        return "done"
+
+    def _cut_connections(self) -> str:
+        with connect_sync(self._server.url) as client:
+            return f"{client.execute_command('CLIENT', 'KILL', 'TYPE', 'normal', 'SKIPME', 'yes')} of them"
+
+    def _freeze_the_server(self) -> str:
+        return self._without_server(
+            lambda: self._server.signal(signal.SIGSTOP), lambda: self._server.signal(signal.SIGCONT)
+        )
+
+    def _restart_the_server(self) -> str:
+        return self._without_server(self._server.stop, self._server.start)
+
+    def _kill_the_server(self) -> str:
+        return self._without_server(lambda: self._server.stop(kill=True), self._server.start)
+
+    def _kill_server_and_worker(self) -> str:
+        member = self._someone()
+
+        def kill() -> None:
+            self._server.stop(kill=True)
+            member.signal(signal.SIGKILL, KILLED)
+
+        return f"{member.name} {self._without_server(kill, self._server.start)}"
+
+    def _without_server(self, take: Callable[[], None], give: Callable[[], None]) -> str:
+        seconds = self._lease * self._rng.uniform(*DOWN_LEASES)
+        take()
+        time.sleep(seconds)
+        give()
+        return f"for {seconds:.2f} s"
