@@ -11,7 +11,8 @@ from tests.docs.pages import ROOT, Page, codes
 from worker import claimer, lease, logs, queue, running, service
 from worker.cli import main
 from worker.config import OPTIONS, Settings
-from worker.metrics import REDIS_ERRORS, REPAIRS, TAKEOVERS, Metrics
+from worker.metrics import Metrics
+from worker.metrics.names import DEAD_LETTERS, REDIS_ERRORS, REPAIRS, TAKEOVERS
 
 PAGE = Page("docs/operations.md")
 PROTOCOL = Page("docs/protocol.md")
@@ -59,6 +60,9 @@ def test_every_way_of_healing_is_explained_and_has_its_log_event() -> None:
 def test_every_reason_of_a_dead_letter_says_what_to_do() -> None:
     named = {code for cell in PAGE.table("Poison jobs and dead letters") for code in re.findall(r"\w+", cell)}
     assert named == set(PROTOCOL.table("Dead letters"))
+    assert named | {"unwritten"} == set(DEAD_LETTERS)
+    meaning = PAGE.table("Metrics")["gllm_dead_letters_total{reason}"][0]
+    assert set(codes(meaning)) - {"dead"} == set(DEAD_LETTERS)
 
 
 def test_exit_statuses_and_times_on_the_page_are_those_of_the_code() -> None:

@@ -16,7 +16,7 @@ TAKEOVERS = ("redelivered", "resumed", "released", "duplicate", "dead_letter")
 REPAIRS = ("fenced", "repaired", "paused", "group_lost", "entry_lost", "unowned", "reconnected", "consumer_reaped")
 REDIS_ERRORS = ("transient", "group_lost", "fenced", "fatal")
 # `unwritten`: the stream `dead` would not take it, so it is in the log only.
-DEAD_LETTERS = ("malformed", "too_large", "max_attempts", "unpublishable", "unwritten")
+DEAD_LETTERS = ("malformed", "too_large", "max_attempts", "broken_key", "unpublishable", "unwritten")
 WORKER_STATES = ("starting", "ready", "draining", "failed")
 # find: the model's files and tokenizer; import and model: in the engine's process; redis: until the queue was joined,
 # beside those two; total: from the process' start to the first claim.
