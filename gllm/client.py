@@ -18,6 +18,7 @@ from gllm.faults import Patience
 from gllm.keys import Keys, shard_of
 from gllm.protocol import VERSION, Job, ReplyEvent
 from gllm.reply import Assembly, Cursor, Reply, ReplyExpired, Result, read_entry
+from gllm.tasks import cancellable
 from gllm.validate import encoded
 
 BLOCK_SECONDS = 2.0  # one blocking read; between two of them an expired reply and a passed timeout are noticed
@@ -138,7 +139,7 @@ class Client:
         try:
             while not cursor.ended:
                 try:
-                    events = await self._read(reader, job_id, start, block)
+                    events = await cancellable(self._read(reader, job_id, start, block))
                 except RedisError as error:
                     _next_block(heard, timeout)
                     await patience.wait(error)
@@ -179,7 +180,7 @@ class Client:
         patience = Patience(self._patience)
         while True:
             try:
-                return await command()
+                return await cancellable(command())
             except RedisError as error:
                 await patience.wait(error)
 
