@@ -7,6 +7,8 @@ import select
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,6 +17,8 @@ from gllm.keys import Keys
 from tests.gllm.scribe import Scribe
 from tests.servers import Server, first_kind
 from tests.worker.command_bench import Commands, stable
+from worker.commands.dead import dead_group
+from worker.inspection.records import JobState, WorkerState
 
 
 @pytest.fixture
@@ -91,3 +95,11 @@ def test_tail_gives_a_pipe_every_character(redis_url: str, keys: Keys, commands:
         scribe.error("internal", "\x1b[2J")
     result = commands("tail", "job1")
     assert (result.stdout, result.stderr) == ("\x1b[31mred\n", "Error: job job1: internal: \u241b[2J\n")
+
+
+def test_operations_page_explains_every_command_and_state() -> None:
+    page = (Path(__file__).resolve().parent.parent.parent / "docs" / "operations.md").read_text()
+    section = page[page.index("## Commands") :].split("\n## ")[0]
+    names = {"ps", "queue", "show", "cancel", "doctor", *(f"dead {name}" for name in dead_group.commands)}
+    assert [name for name in sorted(names) if f"`gllm {name}" not in section and f"`{name}" not in section] == []
+    assert [state for state in (*get_args(JobState), *get_args(WorkerState)[1:]) if f"`{state}`" not in section] == []
