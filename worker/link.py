@@ -37,7 +37,7 @@ class Link:
         self._metrics.redis_error(fault)
         if fault == "fatal" and not self.fatal.done():
             self.fatal.set_result(error)
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {logs.without_value(str(error))}"
         self._health.block(BLOCK, text)
         if self.up:
             self._up.clear()

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import msgspec
 import structlog
 
+from worker.terminal import one_line
+
 # The vocabulary. A new event gets a constant here first; ids, counts and seconds go into fields, never into names.
 STARTING = "starting"  # the process has read its settings
 REDIS_WAITING = "redis_waiting"  # Redis is not there or not able; tried again with growing pauses
@@ -65,8 +67,12 @@ LIBRARY = "library"
 CRASHED = "crashed"
 LOG_FAILED = "log_failed"
 
-_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
-_VALUE = re.compile(r"(, got | \(got ).*", re.DOTALL)  # how a refusal says what it was given
+# JSON leaves these as they are, but many readers take some for the end of a line, and terminals others for commands.
+_RAW = (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_ESCAPED = {code: f"\\u{code:04x}" for code in _RAW}
+# How a refusal goes on to what it was given: a value, a prompt, what a template said, a token, the words of a command.
+_VALUE = re.compile(r"(, got | \(got | in \"|(?<=template failed): |: '|, with args ).*", re.DOTALL)
+_UNKNOWN = re.compile(r".*: (?=unknown field)", re.DOTALL)  # the name is the producer's, and may be anything
 _UNENCODABLE = (TypeError, ValueError, RecursionError)  # keys of odd types, lone surrogates, cycles
 
 Shared = list[structlog.typing.Processor]
@@ -114,7 +120,7 @@ def where(error: BaseException) -> list[str]:
 
 def without_value(message: str) -> str:
     """A refusal's field and reason. The value is for the client only: it may be the beginning of a prompt."""
-    return _VALUE.sub("", message)
+    return _VALUE.sub("", _UNKNOWN.sub("", message))
 
 
 def to_json(line: Mapping[str, Any]) -> str:
@@ -134,8 +140,7 @@ def _plain(value: object) -> object:
 
 
 def _encode(value: object) -> str:
-    """JSON leaves these three as they are, but many readers take them for the end of a line."""
-    return msgspec.json.encode(value, enc_hook=repr).decode().translate(_LINE_ENDS)
+    return msgspec.json.encode(value, enc_hook=repr).decode().translate(_ESCAPED)
 
 
 def _render(_: object, __: str, line: structlog.typing.EventDict) -> str:
@@ -153,7 +158,7 @@ def _shared() -> Shared:
 def _formatter(log_format: Literal["json", "console"]) -> structlog.stdlib.ProcessorFormatter:
     as_json: Shared = [structlog.processors.format_exc_info, _render]
     plain = structlog.dev.plain_traceback  # the rich one prints local variables, prompts among them
-    as_text: Shared = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+    as_text: Shared = [_visible, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     return structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[*_shared(), structlog.stdlib.add_logger_name, _library],
         processors=[
@@ -166,6 +171,11 @@ def _formatter(log_format: Literal["json", "console"]) -> structlog.stdlib.Proce
 def _library(_: object, __: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """A library's text is no event name: it moves to `message`, so that events stay a fixed vocabulary."""
     return {**line, "event": LIBRARY, "message": str(line["event"]).rstrip()}
+
+
+def _visible(_: object, __: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """For a terminal: every value on one line, and without what could steer it."""
+    return {key: one_line(value) if isinstance(value, str) else value for key, value in line.items()}
 
 
 def _log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -66,6 +66,48 @@ def test_logs_value_of_any_kind_leaves_the_line_valid(value: str, shown: object)
     assert (line["value"], line["other"], line["event"]) == (shown, 1, "ready")
 
 
+@pytest.mark.parametrize("arguments", ["", "'console'"], ids=["json", "console"])
+def test_logs_steer_no_terminal(arguments: str) -> None:
+    text = r"'a\x1b[2J\x9b1m\u202e\n\ud800'"
+    lines = written_by(f"log.info(logs.READY, text={text})\nlogging.getLogger('x').warning({text})", arguments)
+    assert len(lines) == 2
+    assert all(line.isprintable() for line in lines)
+
+
+def test_logs_traceback_for_people_keeps_its_lines() -> None:
+    lines = written_by("try:\n 1/0\nexcept ZeroDivisionError:\n log.exception(logs.FAILED)", "'console'")
+    assert len(lines) > 3
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("body: not JSON, got b'secret'", "body: not JSON"),
+        ('max_tokens: expected `int`, got `str` (got "secret")', "max_tokens: expected `int`"),
+        ("secret: unknown field, got 1", "unknown field"),
+        ('prompt: no tokens in "secret"', "prompt: no tokens"),
+        ("prompt: 'secret': 300 is outside the model's vocabulary of 272", "prompt"),
+        ("messages: the chat template failed: secret", "messages: the chat template failed"),
+        ("unknown command 'X', with args beginning with: 'secret'", "unknown command 'X'"),
+        ("prompt: 70 tokens, the model's limit is 64 with the reply",) * 2,
+        ("max_attempts: given up after 4 workers died with it and 5 claims",) * 2,
+    ],
+)
+def test_logs_keep_the_value_out_of_a_refusal(message: str, shown: str) -> None:
+    assert logs.without_value(message) == shown
+
+
+def test_logs_say_where_an_error_came_from_without_its_message() -> None:
+    try:
+        json.loads("secret")
+    except ValueError as error:
+        steps = logs.where(error)
+    assert "test_logs.py" in steps[0]
+    assert steps[-1].endswith(" raw_decode")
+    assert "secret" not in "".join(steps)
+
+
 def test_logs_lines_of_libraries_keep_the_form() -> None:
     lines = parsed("logging.getLogger('some.lib').warning('hello %s\\nthere', 'you', stack_info=True)")
     assert [(line["event"], line["message"], line["logger"]) for line in lines] == [
@@ -163,7 +205,7 @@ def test_logs_code_writes_no_event_outside_the_vocabulary() -> None:
     known = {value for name, value in vars(logs).items() if name.isupper() and isinstance(value, str)}
     written = {
         node.args[0].value
-        for path in Path(logs.__file__).parent.glob("*.py")
+        for path in Path(logs.__file__).parent.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
