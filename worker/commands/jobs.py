@@ -9,11 +9,13 @@ import click
 from worker.commands.access import connected
 from worker.commands.options import setting_options
 from worker.commands.screen import json_option
+from worker.commands.silence import replies
 from worker.terminal import json_line, one_line, visible
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gllm.reply import Reply
-    from gllm.sync import SyncClient
 
 INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended
 
@@ -50,7 +52,7 @@ def submit_command(
             click.echo(submitted)
             sys.exit(0)
         click.echo(f"job {submitted}", err=True)
-        sys.exit(follow(client, submitted, "0-0", as_json))
+        sys.exit(follow(replies(client, submitted, "0-0", redis, queue), submitted, "0-0", as_json))
 
 
 def _job_fields(
@@ -92,7 +94,7 @@ def _field(text: str) -> tuple[str, Any]:
 def tail_command(job_id: str, redis: str | None, queue: str | None, last_id: str, as_json: bool) -> NoReturn:
     """Stream the reply of a job that was submitted before, as far as it is written and then live."""
     with connected(redis, queue) as client:
-        sys.exit(follow(client, job_id, last_id, as_json))
+        sys.exit(follow(replies(client, job_id, last_id, redis, queue), job_id, last_id, as_json))
 
 
 @click.command("cancel")
@@ -111,11 +113,11 @@ def cancel_command(job_ids: tuple[str, ...], redis: str | None, queue: str | Non
     sys.exit(0 if all(wished.values()) else 1)
 
 
-def follow(client: "SyncClient", job_id: str, last_id: str, as_json: bool) -> int:
-    """Writes a reply to the terminal as it comes; the exit status: 0 when the model ended it."""
+def follow(events: "Iterable[Reply]", job_id: str, last_id: str, as_json: bool) -> int:
+    """Writes the events of a reply to the terminal as they come; the exit status: 0 when the model ended it."""
     ended, entry = "", last_id
     try:
-        for reply in client.stream(job_id, last_id):
+        for reply in events:
             entry = reply.entry
             # else click takes out of a pipe what looks like a colour
             click.echo(_line(reply) if as_json else visible(reply.text), nl=as_json, color=True)
