@@ -206,7 +206,11 @@ async def test_queue_without_group_or_with_a_foreign_key_says_so(bench: QueueBen
     shown = commands.json("queue")
     assert [row["waiting"] for row in shown["priorities"]] == [0, 1, 0]
     assert [row["lag"] for row in shown["priorities"]] == [None, None, None]
-    absent, groupless, wrong = shown["problems"]
+    new, wrong = shown["problems"]
+    assert new == "no worker has joined this queue yet"
+    assert wrong.startswith("jobs:low:0: WRONGTYPE")
+    await bench.redis.hset(bench.keys.meta, "version", 1)
+    absent, groupless, wrong = commands.json("queue")["problems"]
     assert absent == "jobs:high:0: there is no such stream"
     assert groupless == "jobs:normal:0: it has no group workers"
     assert wrong.startswith("jobs:low:0: WRONGTYPE")

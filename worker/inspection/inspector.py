@@ -7,7 +7,7 @@ from typing import Any, cast
 from redis import Redis
 from redis.exceptions import NoPermissionError
 
-from gllm.keys import PRIORITIES, Keys
+from gllm.keys import GROUP, PRIORITIES, Keys
 from worker.inspection import letters, scripts
 from worker.inspection.jobs import RELEASED, list_jobs
 from worker.inspection.one_job import look_up
@@ -25,6 +25,7 @@ from worker.inspection.scripts import entry_ms, text
 
 DEFAULT_LEASE_MS = 15_000
 MAX_WORKERS = 1000  # heartbeats that are read, the newest first
+NOT_MADE = ("there is no such stream", f"it has no group {GROUP}")  # words of survey.lua
 _WORKER_FIELDS = ("host", "pid", "device", "capacity", "trial", "numerics", "version", "lease", "since")
 
 
@@ -72,7 +73,7 @@ class Inspector:
             dead=seen.dead,
             workers_alive=states.count("alive"),
             workers_silent=states.count("silent"),
-            problems=[f"{stream.name}: {stream.problem}" for stream in seen.streams if stream.problem],
+            problems=_problems(seen),
         )
 
     def workers(self, survey: Survey | None = None) -> list[WorkerRow]:
@@ -143,6 +144,15 @@ def _stream(row: list[Any]) -> StreamView:
         problem=text(problem) or None,
         held={text(name): count for name, count in zip(held[::2], held[1::2], strict=True)},
     )
+
+
+def _problems(seen: Survey) -> list[str]:
+    """What is wrong with streams; in a queue that no worker has joined, none has a group yet."""
+    new = not seen.version
+    missing = [stream for stream in seen.streams if stream.problem in NOT_MADE]
+    broken = [stream for stream in seen.streams if stream.problem and not (new and stream in missing)]
+    first = ["no worker has joined this queue yet"] if new else []
+    return first + [f"{stream.name}: {stream.problem}" for stream in broken]
 
 
 def _priority(name: str, seen: Survey) -> PriorityView:
