@@ -16,7 +16,7 @@ from gllm.connection import connect
 from gllm.entry import When, checked_id, checked_labels, checked_priority, checked_times, one_job
 from gllm.faults import Patience
 from gllm.keys import Keys, shard_of
-from gllm.protocol import VERSION, Job, ReplyEvent
+from gllm.protocol import TERMINAL_ENTRY_ID, VERSION, Job, ReplyEvent
 from gllm.reply import Assembly, Cursor, Reply, ReplyExpired, Result, read_entry
 from gllm.tasks import cancellable
 from gllm.validate import encoded
@@ -241,9 +241,9 @@ class Client:
     async def _refuse_expired(self, job_id: str) -> None:
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.hget(self._keys.job(job_id), "state")
-        pipeline.exists(self._keys.out(job_id))
-        state, kept = await _answers(pipeline)
-        if state == b"ended" and not kept:
+        pipeline.xrange(self._keys.out(job_id), TERMINAL_ENTRY_ID, TERMINAL_ENTRY_ID)
+        state, end = await _answers(pipeline)
+        if state == b"ended" and not end:  # nor is there one in a stream that a failover has set back
             raise ReplyExpired(f"job {job_id} has ended and its reply is no longer kept")
 
     async def _wish_cancel(self, job_id: str) -> bool:

@@ -314,6 +314,7 @@ async def test_client_raises_rewound_when_the_failover_lost_what_it_read(client:
         await until(lambda: joined(replies) == "ab", "everything is read")
         scribe.restore(older)
         scribe.tokens(0, 0, [1, 9], "az")
+        await until(lambda: blocked_readers(scribe.raw), "the reader waits")  # else there is nobody to kill
         kill_readers(scribe.raw)
         await until(task.done, "the stream has ended")
         with pytest.raises(Rewound, match="token 1 was 2 and is now 9"):

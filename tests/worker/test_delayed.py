@@ -30,9 +30,22 @@ async def test_delayed_job_is_parked_promoted_and_runs_once(bench: QueueBench) -
 
     (job,) = await until(lambda: bench.claimed(worker), "the promotion")
     assert await now_ms(bench.redis) >= due
+    assert not [name for name in await bench.redis.hkeys(bench.keys.job("a")) if name.startswith(b"entry:")]
     assert (job.stream, job.body, job.tenant) == ("jobs:high:0", b"\x81\xff\x00", "t")
     assert await bench.redis.zcard(bench.keys.delayed) == 0
     await finish(worker, job, 0)
+    await bench.clear_streams()
+
+
+async def test_running_job_that_the_set_still_names_is_not_added_again(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    job = await bench.one(worker)
+    await bench.redis.zadd(bench.keys.delayed, {"a": 1})
+
+    assert await ids(bench, worker, active=("a",)) == []
+
+    assert await bench.redis.xlen(bench.keys.jobs("normal", 0)) == 1
+    assert (await finish(worker, job, 0)).status == "OK"
     await bench.clear_streams()
 
 
@@ -68,12 +81,14 @@ async def test_dead_letter_can_be_requeued_once(bench: QueueBench) -> None:
     await bench.submit("a", deadline="soon", tenant="t", body='{"prompt":"x"}')
     await worker.claim(8, ())
     ((letter, _),) = await bench.redis.xrange(bench.keys.dead)
+    await bench.redis.set(bench.keys.cancel("a"), 1, ex=60)  # of its first life
 
     await scripts.requeue(bench.redis, bench.keys.base, letter.decode())
 
     (job,) = await bench.claimed(worker)
     assert (job.id, json.loads(job.body), job.tenant, job.epoch) == ("a", {"prompt": "x"}, "t", 1)
     assert await bench.entries("a") == []
+    assert await bench.redis.xlen(bench.keys.bell) == 1
     with pytest.raises(Exception, match="no dead letter"):
         await scripts.requeue(bench.redis, bench.keys.base, letter.decode())
 
@@ -153,6 +168,7 @@ async def test_hundred_delayed_jobs_at_most_are_promoted_at_once(bench: QueueBen
         return kinds(reply).count("promoted")
 
     assert await until(promoted, "the promotion") == 100
+    assert await bench.field("j0", "state") is None
     assert await bench.redis.xlen(bench.keys.bell) == 1
     assert await promoted() == 50
     assert 0 < await bench.redis.pttl(bench.keys.job("j0")) <= 86_400_000
