@@ -1,19 +1,20 @@
-"""The worker's metrics: exact names, counts that agree, labels that stay bounded, and nothing that can stop serving."""
+"""The metrics page: exact names, the rules of good names, bounded labels, and nothing that can stop serving."""
 
 import ast
 import math
 import random
 import re
-import time
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.core import Metric
 
-from engine.request import Stats
-from engine.wire import EngineInfo
 from gllm.keys import PRIORITIES
+from tests.worker.metrics_page import populated, samples
+from tests.worker.text_fixtures import engine_info
 from worker import metrics as metrics_module
 from worker.backlog import Backlog
 from worker.metrics import (
@@ -29,23 +30,13 @@ from worker.metrics import (
 )
 
 HISTOGRAMS = ("time_to_first_token", "inter_token", "job", "queue_wait")
-
-
-def samples(metrics: Metrics) -> dict[str, float]:
-    """Every sample by `name{label="value",…}`."""
-    found = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
-        for sample in family.samples:
-            labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()))
-            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-    return found
-
-
-def engine_info(model: str = "/models/tiny") -> EngineInfo:
-    return EngineInfo(
-        model=model, numerics="abc", device="cpu", dtype="float32", deterministic=True, vocab_size=64, max_model_len=64,
-        block_size=4, kv_blocks=8, capacity_tokens=32, max_sequences=4, eos_token_ids=[2],
-    )  # fmt: skip
+# What Prometheus' own check of names objects to, and what its page on naming asks for beside that.
+NAME = re.compile(r"gllm(_[a-z]+)+")
+FORBIDDEN_WORDS = {
+    *("s", "ms", "us", "ns", "sec", "msec", "min", "h", "d", "b", "kb", "mb", "gb", "kib", "mib", "gib", "bit", "bits"),
+    *("milliseconds", "microseconds", "nanoseconds", "minutes", "hours", "days", "kilobytes", "megabytes", "gigabytes"),
+    *("percent", "percentage", "counter", "gauge", "histogram", "summary", "created"),
+}
 
 
 def test_metric_names_are_those_of_the_design_page() -> None:
@@ -72,52 +63,6 @@ def test_metric_names_are_those_of_the_design_page() -> None:
     }
     assert expected - names == set()
     assert not [name for name in names if "_created" in name]
-
-
-def test_engine_numbers_are_those_of_the_newest_snapshot_at_each_scrape() -> None:
-    metrics = Metrics()
-    snapshot = Stats()
-    metrics.engine.stats = lambda: snapshot
-    assert samples(metrics)["gllm_prompt_tokens_total"] == 0
-    snapshot = Stats(
-        blocks_live=5, blocks_reclaimable=2, blocks_free=1, running=3, waiting=4, prefix_hit_tokens=32,
-        prefix_prompt_tokens=96, prefix_evictions=7, prompt_tokens=64, generation_tokens=11, preemptions=2,
-        preempted_tokens=40, recomputed_tokens=30, resumed_tokens=9, steps=12,
-    )  # fmt: skip
-    found = samples(metrics)
-    assert found["gllm_prefix_cache_hit_tokens_total"] == 32
-    assert found["gllm_prefix_cache_prompt_tokens_total"] == 96
-    assert found["gllm_prompt_tokens_total"] == 64  # once prefilled, hit + computed = admitted
-    assert found["gllm_prefix_cache_evictions_total"] == 7
-    assert found["gllm_generation_tokens_total"] == 11
-    assert found["gllm_preemptions_total"] == 2
-    assert found["gllm_preempted_tokens_total"] == 40
-    assert found["gllm_recomputed_tokens_total"] == 30
-    assert found["gllm_resumed_tokens_total"] == 9
-    assert found["gllm_engine_steps_total"] == 12
-    assert found['gllm_sequences{state="running"}'] == 3
-    assert found['gllm_sequences{state="waiting"}'] == 4
-    blocks = [found[f'gllm_prefix_cache_blocks{{state="{state}"}}'] for state in ("live", "reclaimable", "free")]
-    assert blocks == [5, 2, 1]
-
-
-def test_snapshot_age_is_shown_once_there_is_one() -> None:
-    metrics = Metrics()
-    assert "gllm_engine_snapshot_age_seconds" not in samples(metrics)
-    metrics.engine.stats_time = lambda: time.monotonic() - 7.0
-    assert 7.0 <= samples(metrics)["gllm_engine_snapshot_age_seconds"] < 60.0
-    metrics.engine.stats_time = lambda: time.monotonic() + 5.0
-    assert samples(metrics)["gllm_engine_snapshot_age_seconds"] == 0
-
-
-def test_engine_info_is_one_series_and_names_the_device() -> None:
-    metrics = Metrics()
-    metrics.engine.info = engine_info("/models/first")
-    metrics.engine.info = engine_info("/models/second.gguf")
-    series = [name for name in samples(metrics) if name.startswith("gllm_engine_info")]
-    assert len(series) == 1
-    assert 'device="cpu"' in series[0]
-    assert 'model="second.gguf"' in series[0]
 
 
 # MX-H1: a counter gets a negative amount and the exception stops serving
@@ -160,145 +105,6 @@ def test_negative_amount_is_an_error_and_never_an_exception() -> None:
     found = samples(metrics)
     assert found['gllm_recoveries_total{path="fenced"}'] == 3
     assert found["gllm_metrics_errors_total"] == 1
-
-
-def test_totals_never_go_back_with_a_snapshot_that_does() -> None:
-    """A resume with a larger cached part must not make the computed prompt tokens smaller than they were."""
-    metrics = Metrics()
-    for computed, expected in ((50, 50), (20, 50), (51, 51), (-3, 51)):
-        metrics.engine.stats = lambda computed=computed: Stats(prompt_tokens=computed)
-        assert samples(metrics)["gllm_prompt_tokens_total"] == expected
-
-
-def test_totals_rise_monotonically_under_random_snapshots() -> None:
-    metrics = Metrics()
-    rng = random.Random(7)
-    before = 0.0
-    for _ in range(200):
-        metrics.engine.stats = lambda: Stats(preemptions=rng.randrange(-100, 1000))
-        now = samples(metrics)["gllm_preemptions_total"]
-        assert now >= before
-        before = now
-
-
-def test_scrape_keeps_the_last_good_numbers_when_the_engine_has_died() -> None:
-    metrics = Metrics()
-    metrics.engine.stats = lambda: Stats(generation_tokens=5, running=2)
-    assert samples(metrics)["gllm_generation_tokens_total"] == 5
-
-    def dead() -> Stats:
-        raise BrokenPipeError("the engine's process is gone")
-
-    metrics.engine.stats = dead
-    metrics.engine.stats_time = dead  # type: ignore[assignment]
-    found = samples(metrics)
-    assert found["gllm_generation_tokens_total"] == 5
-    assert found['gllm_sequences{state="running"}'] == 2
-    assert samples(metrics)["gllm_metrics_errors_total"] >= 2
-
-
-def test_job_that_ends_twice_or_without_tokens_breaks_nothing() -> None:
-    metrics = Metrics()
-    clock = JobClock(metrics, 0.0, 100.0)
-    clock.tokens(0, 101.0)
-    clock.tokens(-1, 101.0)
-    clock.end("cancelled", 102.0)
-    clock.end("cancelled", 103.0)
-    found = samples(metrics)
-    assert found["gllm_time_to_first_token_seconds_count"] == 0
-    assert found['gllm_jobs_total{outcome="cancelled"}'] == 2
-
-
-# MX-H2: hits are counted at look-up. Here: shown exactly as the engine counted them, however often they are scraped
-
-
-def test_scraping_often_counts_no_hit_twice() -> None:
-    metrics = Metrics()
-    metrics.engine.stats = lambda: Stats(prefix_hit_tokens=8, prefix_prompt_tokens=12)
-    found = [samples(metrics) for _ in range(10)][-1]
-    assert found["gllm_prefix_cache_hit_tokens_total"] == 8
-    assert found["gllm_prefix_cache_prompt_tokens_total"] == 12
-
-
-# MX-H3: time to first token all in the lowest bucket, or its count differs from the jobs
-
-
-def test_first_tokens_and_gaps_count_every_token_exactly_once() -> None:
-    """20 jobs of known lengths, 5 of them fail before a token."""
-    metrics = Metrics()
-    lengths = [0] * 5 + list(range(1, 16))
-    for job, length in enumerate(lengths):
-        clock = JobClock(metrics, 0.5, 100.0 + job)
-        for token in range(length):
-            clock.tokens(1, 100.0 + job + 0.25 * (token + 1))
-        clock.end("length" if length else "internal", 100.0 + job + 5)
-    found = samples(metrics)
-    assert found["gllm_time_to_first_token_seconds_count"] == 15
-    assert found["gllm_time_to_first_token_seconds_sum"] == pytest.approx(15 * 0.75)
-    assert found["gllm_inter_token_seconds_count"] == sum(lengths) - 15
-    assert found["gllm_inter_token_seconds_sum"] == pytest.approx(0.25 * (sum(lengths) - 15))
-    assert found["gllm_job_seconds_count"] == 20
-    assert found["gllm_queue_wait_seconds_count"] == 20
-    assert found['gllm_time_to_first_token_seconds_bucket{le="0.001"}'] == 0
-    assert found['gllm_jobs_total{outcome="internal"}'] == 5
-
-
-@pytest.mark.parametrize("steps", [[1], [3], [1, 4], [2, 1, 3], [5, 5]])
-def test_gaps_count_when_a_step_brings_several_tokens(steps: list[int]) -> None:
-    metrics = Metrics()
-    clock = JobClock(metrics, 0.0, 10.0)
-    for number, count in enumerate(steps):
-        clock.tokens(count, 11.0 + number)
-    found = samples(metrics)
-    assert found["gllm_time_to_first_token_seconds_count"] == 1
-    assert found["gllm_inter_token_seconds_count"] == sum(steps) - 1
-    assert found["gllm_inter_token_seconds_sum"] == pytest.approx(len(steps) - 1)  # the time between the steps, once
-
-
-def test_resumed_job_counts_neither_a_second_first_token_nor_the_gap_between_workers() -> None:
-    metrics = Metrics()
-    first = JobClock(metrics, 1.0, 100.0)
-    first.tokens(1, 100.5)
-    first.tokens(1, 100.6)
-    second = JobClock(metrics, 20.0, 500.0, claims=2, published=2)
-    second.tokens(1, 500.5)
-    second.tokens(1, 500.6)
-    second.end("stop", 501.0)
-    found = samples(metrics)
-    assert found["gllm_queue_wait_seconds_count"] == 1
-    assert found["gllm_queue_wait_seconds_sum"] == 1.0
-    assert found["gllm_time_to_first_token_seconds_count"] == 1
-    assert found["gllm_inter_token_seconds_count"] == 2
-    assert found["gllm_inter_token_seconds_sum"] == pytest.approx(0.2)
-    assert found["gllm_job_seconds_sum"] == pytest.approx(21.0)  # from submission, over both workers
-
-
-def test_redelivered_job_without_a_token_still_has_its_first_token_from_submission() -> None:
-    metrics = Metrics()
-    clock = JobClock(metrics, 9.0, 50.0, claims=3, published=0)
-    clock.tokens(1, 51.0)
-    found = samples(metrics)
-    assert found["gllm_queue_wait_seconds_count"] == 0
-    assert found["gllm_time_to_first_token_seconds_sum"] == pytest.approx(10.0)
-
-
-def test_clock_of_redis_that_was_set_back_makes_no_negative_time() -> None:
-    metrics = Metrics()
-    clock = JobClock(metrics, -30.0, 50.0)
-    clock.tokens(1, 51.0)
-    clock.end("stop", 52.0)
-    found = samples(metrics)
-    assert found["gllm_queue_wait_seconds_sum"] == 0
-    assert found["gllm_time_to_first_token_seconds_sum"] == pytest.approx(1.0)
-    assert clock.timings(52.0).queue == 0
-
-
-def test_timings_are_this_workers_part() -> None:
-    clock = JobClock(Metrics(), 3.0, 50.0)
-    assert clock.timings(50.5).first_token is None
-    clock.tokens(2, 51.0)
-    timings = clock.timings(54.0)
-    assert (timings.queue, timings.first_token, timings.total) == (3.0, 1.0, 4.0)
 
 
 @pytest.mark.parametrize("name", HISTOGRAMS)
@@ -371,3 +177,86 @@ def test_two_metrics_in_one_process_share_nothing() -> None:
     one.jobs("stop")
     assert samples(one)['gllm_jobs_total{outcome="stop"}'] == 1
     assert samples(other)['gllm_jobs_total{outcome="stop"}'] == 0
+
+
+# The rules of good names
+
+
+def families() -> list[Metric]:
+    return list(populated().registry.collect())
+
+
+def test_names_keep_the_rules_of_prometheus() -> None:
+    for family in families():
+        words = family.name.split("_")
+        assert NAME.fullmatch(family.name)
+        assert not FORBIDDEN_WORDS & set(words), family.name
+        assert family.documentation[0].isupper()
+        assert not family.documentation.endswith(".")
+        assert family.type in ("counter", "gauge", "histogram")
+        if family.type != "counter":
+            assert words[-1] not in ("total", "count", "sum", "bucket")
+        if family.type == "histogram":
+            assert words[-1] == "seconds"
+
+
+def test_names_and_help_texts_are_there_once_and_so_is_every_series() -> None:
+    found = families()
+    assert len({family.name for family in found}) == len({family.documentation for family in found}) == len(found)
+    series = [(sample.name, *sample.labels.items()) for family in found for sample in family.samples]
+    assert len(set(series)) == len(series)
+
+
+def test_every_family_has_samples_on_a_full_page_and_labels_are_plain_words() -> None:
+    for family in families():
+        assert family.samples or family.name.startswith("gllm_process"), family.name
+        for sample in family.samples:
+            labels = set(sample.labels) - ({"le"} if family.type == "histogram" else set())
+            assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", label) and label != "quantile" for label in labels)
+
+
+def test_no_number_on_a_full_page_is_negative_or_nan() -> None:
+    assert [(name, value) for name, value in samples(populated()).items() if not value >= 0] == []
+
+
+def test_promtool_has_nothing_against_the_page() -> None:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool is not installed (Debian and Ubuntu: in the package prometheus)")
+    page = populated().render()
+    done = subprocess.run([program, "check", "metrics"], input=page, capture_output=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_a_part_that_fails_is_counted_and_the_others_are_shown() -> None:
+    metrics = populated()
+    whole = set(samples(metrics))
+
+    def broken() -> int:
+        raise RuntimeError("no")
+
+    metrics.worker.active = broken
+    found = samples(metrics)
+    assert found["gllm_metrics_errors_total"] == 1
+    assert {name.partition("{")[0] for name in whole - set(found)} == {
+        *("gllm_build_info", "gllm_worker_info", "gllm_start_time_seconds", "gllm_worker_state", "gllm_worker_ready"),
+        *("gllm_startup_seconds", "gllm_jobs_active", "gllm_lease_age_seconds", "gllm_lease_seconds"),
+    }
+
+
+def test_observations_of_many_at_once_are_as_many_single_ones() -> None:
+    one, other = Metrics(), Metrics()
+    one.inter_token.observe(0.02, 5)
+    for _ in range(5):
+        other.inter_token.observe(0.02)
+    one.inter_token.observe(7.0, 0)
+    left, right = ({name: n for name, n in samples(m).items() if "inter_token" in name} for m in (one, other))
+    assert left == pytest.approx(right)
+
+
+@pytest.mark.parametrize("seconds", [0.1, math.nan])
+def test_a_negative_number_of_observations_is_an_error(seconds: float) -> None:
+    metrics = Metrics()
+    metrics.inter_token.observe(seconds, -1)
+    found = samples(metrics)
+    assert (found["gllm_inter_token_seconds_count"], found["gllm_metrics_errors_total"]) == (0, 1)

@@ -44,8 +44,8 @@ class WorkerNumbers:
         yield gauge("gllm_start_time_seconds", "Unix time of the worker's start", self._started)
         state, ready = self.state()
         states = {name: int(name == state) for name in WORKER_STATES}
-        yield gauges("gllm_worker_state", "1 for the state that the worker is in", "state", states)
-        yield gauge("gllm_worker_ready", "1 while it claims jobs, as /readyz says", int(ready))
+        yield gauges("gllm_worker_state", "Whether the worker is in this state", "state", states)
+        yield gauge("gllm_worker_ready", "Whether it claims jobs, as /readyz says", int(ready))
         yield gauges("gllm_startup_seconds", "How long each phase of the start took", "phase", self._startup)
         yield from self._work()
 
