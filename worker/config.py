@@ -177,7 +177,12 @@ def queue_name(value: str) -> str:
 
 OPTIONS: tuple[Option, ...] = (
     Option(name="model", read=text, help="smollm2, a GGUF file, a Hugging Face directory or a hub id."),
-    Option(name="redis", read=redis_url, help="Redis URL: redis://, rediss:// or unix://.", also=("GLLM_REDIS_URL",)),
+    Option(
+        name="redis",
+        read=redis_url,
+        help="Redis URL: redis://, rediss:// (TLS), unix://, sentinel:// or redis+cluster://.",
+        also=("GLLM_REDIS_URL",),
+    ),
     Option(name="queue", read=queue_name, help="Queue to serve; one queue serves one model."),
     Option(name="device", read=choice("auto", "cpu", "cuda"), help="Where the engine runs: auto, cpu or cuda."),
     Option(

@@ -108,7 +108,7 @@ def _swept(url: str, keys: Keys, chats: list[Chat]) -> Iterator[None]:
     finally:
         jobs = [chat.job_id for chat in chats if chat.job_id]
         own = [name for job in jobs for name in (keys.job(job), keys.out(job), keys.cancel(job))]
-        with suppress(RedisError), connect_sync(url) as client:
+        with suppress(RedisError), connect_sync(url, queue=keys.queue) as client:
             client.delete(keys.meta, keys.bell, keys.dead, keys.delayed, keys.workers, *keys.streams(1), *own)
 
 
