@@ -112,9 +112,9 @@ def balance(bench: Bench, sizes: Sizes) -> list[Figure]:
     for count in sizes.crowds:
         seconds, shares = _share(bench, count, sizes.jobs)
         uneven = 100 * (max(shares) / (sizes.jobs / count) - 1)
-        limit = 10.0 if count > 1 else None
-        figures.append(Figure(f"{count} workers, {sizes.jobs:,} jobs: most / mean - 1", uneven, "%", limit=limit))
-        figures.append(Figure(f"{count} workers, {sizes.jobs:,} jobs: time", seconds, "s"))
+        name, limit = ("1 worker", None) if count == 1 else (f"{count} workers", 10.0)
+        figures.append(Figure(f"{name}, {sizes.jobs:,} jobs: most / mean - 1", uneven, "%", limit=limit))
+        figures.append(Figure(f"{name}, {sizes.jobs:,} jobs: time", seconds, "s"))
     return figures
 
 

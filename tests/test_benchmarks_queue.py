@@ -47,7 +47,7 @@ def test_queue_benchmark_measures_latency_recovery_and_balance() -> None:
     (recovered,) = found["recovery"].values()
     assert recovered["limit"] == 0.5 + 2.0
     assert recovered["met"] == (0 < recovered["value"] <= 2.5)
-    assert found["balance"]["1 workers, 40 jobs: most / mean - 1"]["value"] == 0
+    assert found["balance"]["1 worker, 40 jobs: most / mean - 1"]["value"] == 0
     assert found["balance"]["2 workers, 40 jobs: time"]["value"] > 0
 
 
