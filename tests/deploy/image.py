@@ -126,9 +126,11 @@ class Images:
     def mounted(self) -> Iterator[Path]:
         """The root file system of a container."""
         container = self.buildah("from", "--pull-never", IMAGE)
-        yield Path(self.buildah("mount", container))
-        self.buildah("umount", container)
-        self.buildah("rm", container)
+        try:
+            yield Path(self.buildah("mount", container))
+        finally:
+            self.buildah("umount", container)
+            self.buildah("rm", container)
 
 
 def wrapped(root: Path, environment: Sequence[str], uid: int = 54321) -> list[str]:
