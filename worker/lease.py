@@ -7,6 +7,7 @@ comes before anything else, so that nobody publishes or claims on a lease that h
 import asyncio
 import random
 import time
+from collections.abc import Callable
 
 import structlog
 from redis.asyncio import Redis
@@ -37,7 +38,8 @@ class Lease:
     """Keeps the lease; cancel `run` when all jobs have ended or are handed back.
 
     `redis` is a client of its own, with `patience(lease)` as timeout, and nothing here waits for another: a Redis that
-    fell silent would be noticed too late. `model` is the digest to join with again when the queue's meta was lost.
+    fell silent would be noticed too late. `heartbeat` is asked anew for each renewal. `model` is the digest to join
+    with again when the queue's meta was lost.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Lease:
         jobs: Jobs,
         link: Link,
         metrics: Metrics,
-        heartbeat: dict[str, str],
+        heartbeat: Callable[[], dict[str, str]],
         model: str,
     ) -> None:
         self._queue = queue
@@ -90,7 +92,7 @@ class Lease:
         """One renewal of everything; whether it went through."""
         claimed = self._jobs.claimed
         try:
-            renewal = await self._queue.renew(claimed, self._heartbeat, self._redis)
+            renewal = await self._queue.renew(claimed, self._heartbeat(), self._redis)
             if not renewal.known:
                 await self._rejoin()
             await self._reap()

@@ -18,6 +18,7 @@ from worker.bridge import Bridge, EngineDied
 from worker.claimer import Claimer, first_of
 from worker.connection import cancelled
 from worker.health import Health
+from worker.heartbeat import heartbeat
 from worker.intake import Intake
 from worker.jobs import Jobs
 from worker.lease import Lease
@@ -71,8 +72,8 @@ class Running:
         self.jobs.changed, self.jobs.forget = self._publisher.changed, self._publisher.forget
         self._admission = Admission(queue, self.link, self.jobs, Intake(model.tokenizer, bridge.info))
         self._claimer = Claimer(queue, clients.bell, self.link, self.jobs, self._admission, metrics)
-        heartbeat = _heartbeat(queue.worker, bridge)
-        self._lease = Lease(queue, clients.lease, self.jobs, self.link, metrics, heartbeat, model.digest)
+        beat = heartbeat(queue.worker, bridge)
+        self._lease = Lease(queue, clients.lease, self.jobs, self.link, metrics, beat, model.digest)
         self._parts: list[asyncio.Task[None]] = []
         self._log = structlog.get_logger()
 
@@ -206,18 +207,3 @@ class Running:
 def _failure_of(part: "asyncio.Task[None]") -> Exception:
     error = None if part.cancelled() else part.exception()
     return error if isinstance(error, Exception) else RuntimeError(f"the {part.get_name()} ended by itself")
-
-
-def _heartbeat(worker: str, bridge: Bridge) -> dict[str, str]:
-    from importlib.metadata import version
-
-    info = bridge.info
-    host, pid, _ = worker.rsplit("-", 2)
-    return {
-        "host": host,
-        "pid": pid,
-        "device": info.device,
-        "capacity": str(info.max_sequences),
-        "numerics": info.numerics,
-        "version": version("gllm"),
-    }

@@ -41,7 +41,7 @@ class LostQueue:
 
 def lease_of(queue: LostQueue, redis: Redis, metrics: Metrics) -> Lease:
     jobs = Jobs("w", engine_info(), Commands(), metrics)
-    return Lease(queue, redis, jobs, Link(Health(), metrics), metrics, {}, "model")  # type: ignore[arg-type]
+    return Lease(queue, redis, jobs, Link(Health(), metrics), metrics, dict, "model")  # type: ignore[arg-type]
 
 
 async def test_nothing_in_the_lease_loop_waits_with_the_patience_of_other_clients(

@@ -12,6 +12,7 @@ from worker.inspection import letters, scripts
 from worker.inspection.jobs import RELEASED, list_jobs
 from worker.inspection.one_job import look_up
 from worker.inspection.records import (
+    EngineView,
     JobList,
     JobView,
     Letter,
@@ -27,6 +28,7 @@ DEFAULT_LEASE_MS = 15_000
 MAX_WORKERS = 1000  # heartbeats that are read, the newest first
 NOT_MADE = ("there is no such stream", f"it has no group {GROUP}")  # words of survey.lua
 _WORKER_FIELDS = ("host", "pid", "device", "capacity", "trial", "numerics", "version", "lease", "since")
+_ENGINE_FIELDS = EngineView.__struct_fields__
 
 
 class Inspector:
@@ -83,7 +85,7 @@ class Inspector:
         beats = self._heartbeats() if seen.workers else {}
         pipeline = self.redis.pipeline(transaction=False)
         for name in beats:
-            pipeline.hmget(self.keys.worker(name), list(_WORKER_FIELDS))
+            pipeline.hmget(self.keys.worker(name), [*_WORKER_FIELDS, *_ENGINE_FIELDS])
         answers = scripts.answers(pipeline) if beats else []
         rows = [
             _worker(name, beats[name], answer, held.pop(name, 0), seen.now_ms)
@@ -179,8 +181,10 @@ def _held(seen: Survey) -> dict[str, int]:
 
 
 def _worker(name: str, beat_ms: int, answer: Any, jobs: int, now_ms: int) -> WorkerRow:
-    values = [None] * len(_WORKER_FIELDS) if isinstance(answer, Exception) else answer
-    fields = {key: text(value) for key, value in zip(_WORKER_FIELDS, values, strict=True) if value is not None}
+    names = (*_WORKER_FIELDS, *_ENGINE_FIELDS)
+    values = [None] * len(names) if isinstance(answer, Exception) else answer
+    fields = {key: text(value) for key, value in zip(names, values, strict=True) if value is not None}
+    engine = _engine({key: _number(fields.pop(key, "")) for key in _ENGINE_FIELDS})
     lease, since = _number(fields.pop("lease", "")), _number(fields.pop("since", ""))
     age = max(0, now_ms - beat_ms)
     return WorkerRow(
@@ -190,8 +194,15 @@ def _worker(name: str, beat_ms: int, answer: Any, jobs: int, now_ms: int) -> Wor
         heartbeat_ms=age,
         up_ms=None if since is None else max(0, now_ms - since),
         lease_ms=lease,
+        engine=engine,
         **fields,
     )
+
+
+def _engine(numbers: dict[str, int | None]) -> EngineView | None:
+    """None when one of them is missing: the worker is older than these, or somebody wrote to its hash."""
+    known = {key: number for key, number in numbers.items() if number is not None}
+    return EngineView(**known) if len(known) == len(numbers) else None
 
 
 def _number(value: str) -> int | None:

@@ -82,6 +82,23 @@ class QueueView(Struct, frozen=True, kw_only=True):
     problems: list[str]
 
 
+class EngineView(Struct, frozen=True, kw_only=True):
+    """What a worker's engine said with its last heartbeat. Totals since its start: tokens sampled, prompt tokens
+    computed, and of the prompt tokens admitted those that the prefix cache had. Then what is now; `blocks` are of KV.
+    """
+
+    generation_tokens: int
+    prompt_tokens: int
+    prefix_hit_tokens: int
+    prefix_prompt_tokens: int
+    running: int
+    waiting: int
+    blocks_live: int
+    blocks: int
+    vocabulary: int
+    context: int
+
+
 class WorkerRow(Struct, frozen=True, kw_only=True):
     """One worker. `jobs`: entries in its name; `up_ms`: since its first heartbeat; `heartbeat_ms`: since its last."""
 
@@ -98,6 +115,7 @@ class WorkerRow(Struct, frozen=True, kw_only=True):
     trial: str | None = None
     numerics: str | None = None
     version: str | None = None
+    engine: EngineView | None = None
 
 
 class JobRow(Struct, frozen=True, kw_only=True):
