@@ -21,6 +21,7 @@ from gllm.keys import Keys
 MESSAGES = [{"role": "user", "content": "Tell me in a few words why the sky is blue, and red in the evening."}]
 MINUTE = 60.0
 BLOCK_MS = 500
+REST_SECONDS = 0.001  # after each answer: who writes entry by entry is not to be charged for as many reads
 PONG = b"+PONG\r\n"
 # What an XREAD's answer has of interest: which stream, then per entry its id and what the event says of tokens.
 ANSWER = re.compile(
@@ -102,6 +103,7 @@ class Reader:
             # the pipeline, brings the others without another way there and back
             answer, now = self._connection.call(self._command(b"BLOCK", b"%d" % BLOCK_MS), self._command())
             self._take(answer, now)
+            time.sleep(REST_SECONDS)
 
     def _command(self, *options: bytes) -> bytes:
         head = packed(b"XREAD", *options, b"STREAMS").partition(b"\r\n")[2]
