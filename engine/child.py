@@ -23,6 +23,7 @@ from engine.wire import (
     Cancel,
     ClearCache,
     Command,
+    Compiling,
     Failed,
     Hold,
     Launching,
@@ -100,7 +101,7 @@ class Child:
 
         self._channel.send(Loading("import", time.monotonic() - started))
         started = time.monotonic()
-        engine = Engine(begin.config, on_launch=self._announce)
+        engine = Engine(begin.config, on_launch=self._announce, on_compile=self._compiling)
         self._channel.send(Loading("model", time.monotonic() - started))
         gc.collect()
         gc.freeze()  # what was loaded lives as long as the process: no collection needs to look at it again
@@ -158,14 +159,17 @@ class Child:
         try:
             self._engine.add(request)
         except ValueError as error:
-            code = "too_large" if isinstance(error, TooLargeError) else "invalid"
-            reason = f"{code}: {error}"
-            self._refused.append(Delta(id=request.id, finish_reason=FinishReason.ERROR, error=reason))
+            refusal = "too_large" if isinstance(error, TooLargeError) else "invalid"
+            reason = FinishReason.ERROR
+            self._refused.append(Delta(id=request.id, finish_reason=reason, error=str(error), refusal=refusal))
 
     def _announce(self, ids: list[str]) -> None:
         if ids != self._launching:
             self._launching = ids
             self._channel.send(Launching(ids))
+
+    def _compiling(self, what: str) -> None:
+        self._channel.send(Compiling(what))
 
     def _check(self) -> None:
         """The books, looked at once the last request has ended; a running worker only reports."""

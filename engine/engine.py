@@ -19,14 +19,21 @@ from engine.wire import EngineInfo
 class Engine:
     """Continuous batching of many requests on one device. Not thread-safe; `step` blocks while the device works.
 
-    Raises ModelError and DeviceError (both ValueErrors) when the model or the settings are at fault.
+    `on_launch` is told the requests of all steps in flight before each launch; `on_compile` is told what is compiled or
+    captured, before that begins, while loading or in a step. Raises ModelError and DeviceError (both ValueErrors) when
+    the model or the settings are at fault.
     """
 
-    def __init__(self, config: EngineConfig, on_launch: Callable[[list[str]], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_launch: Callable[[list[str]], None] | None = None,
+        on_compile: Callable[[str], None] | None = None,
+    ) -> None:
         validate_config(config)
-        self._on_launch = on_launch  # told the requests of all steps in flight before each launch
+        self._on_launch = on_launch
         self.config = config
-        self.runner = Runner(config)
+        self.runner = Runner(config, on_compile or (lambda what: None))
         pool_kind = BlockPool if config.prefix_cache else UncachedPool
         self.pool = pool_kind(self.runner.kv_blocks, config.block_size)
         self.scheduler = Scheduler(

@@ -1,6 +1,7 @@
 """What goes into the engine and what comes out. Plain structs, no torch: they also cross the process boundary."""
 
 from enum import StrEnum
+from typing import Literal
 
 from msgspec import Struct, field
 
@@ -71,7 +72,8 @@ TokenLogprob = tuple[int, float, list[tuple[int, float]]]  # id, log-probability
 class Delta(Struct, frozen=True, kw_only=True):
     """What one step added to one request. Without tokens and reason: admitted, its prefill goes on.
 
-    `prompt_logprobs` comes once, whole, and its first entry is None. `error` is set when `finish_reason` is ERROR.
+    `prompt_logprobs` comes once, whole, and its first entry is None. `error` is set when `finish_reason` is ERROR, and
+    `refusal` with it when the request was at fault and never began.
     """
 
     id: str
@@ -81,6 +83,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     usage: Usage = field(default_factory=Usage)
     error: str | None = None
+    refusal: Literal["invalid", "too_large"] | None = None
 
 
 class Stats(Struct, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """The device: parameters, KV memory, the rows of running sequences, and the one place where a step is computed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -39,9 +40,14 @@ class Handle:
 
 
 class Runner:
-    """Computes plans. `launch` starts a step and `collect` waits for it, so the next can be planned between."""
+    """Computes plans. `launch` starts a step and `collect` waits for it, so the next can be planned between.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Whatever here or in a backend compiles at first use, or captures a graph, says so to `on_compile` before it begins:
+    what takes minutes would be taken for a step that hangs.
+    """
+
+    def __init__(self, config: EngineConfig, on_compile: Callable[[str], None] = lambda what: None) -> None:
+        self.on_compile = on_compile
         self.device = choose_device(config.device)
         if self.device.type == "cpu" and config.threads:
             torch.set_num_threads(config.threads)

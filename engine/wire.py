@@ -78,6 +78,15 @@ class Launching(Struct, frozen=True, tag=True):
     ids: list[str]
 
 
+class Compiling(Struct, frozen=True, tag=True):
+    """The engine compiles or captures `what` from here on, which may take minutes: over with the next report of a step.
+
+    The parent bears with a step that says so for longer than with one that is merely silent.
+    """
+
+    what: str
+
+
 class Stepped(Struct, frozen=True, tag=True):
     """What one step brought, and the counters after it. Refusals of `Add`, and idle snapshots, come the same way."""
 
@@ -97,7 +106,7 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 Command = Begin | Add | Cancel | Hold | Unhold | ClearCache | Stop
-Report = Loading | Ready | Launching | Stepped | Failed
+Report = Loading | Ready | Launching | Compiling | Stepped | Failed
 
 HEADER_BYTES = 4
 _encoder = msgpack.Encoder()

@@ -20,6 +20,7 @@ from engine.wire import (
     Cancel,
     ClearCache,
     Command,
+    Compiling,
     EngineInfo,
     Failed,
     Hold,
@@ -40,7 +41,8 @@ ROOT = str(Path(__file__).resolve().parent.parent)  # where our packages are, al
 # core into steps of ten times the length, not spinning doubles them on an idle one. And huge pages.
 ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "THP_MEM_ALLOC_ENABLE": "1"}
 CHILD = "engine.child"  # the module that is the engine's process; a benchmark puts a stand-in here
-STOP_SECONDS = 5.0  # a step may still be running when the child is told to stop
+STOP_SECONDS = 5.0  # a step may still be running when the child is told to stop; as long when it was killed
+OUTPUT_SECONDS = 1.0  # for the last lines of a process that has ended
 _log = structlog.get_logger("gllm")
 
 
@@ -65,12 +67,11 @@ class Bridge:
         self.stats = Stats()
         self.stats_time = time.monotonic()
         self.last_step = time.monotonic()  # when the engine last showed progress
+        self.compiling: str | None = None  # what it compiles or captures, which makes the step in flight a long one
         self.loading: list[Loading] = []
         self.busy = False  # requests were added that have not ended
         self._active: set[str] = set()
-        self._cancelled: set[str] = set()  # active ones whose end is still to be reported
-        self._later: dict[str, list[Command]] = {}  # for those that came back before that report: their next life
-        self._in_flight: list[str] = []
+        self._launched: list[str] = []
         self._loaded = False
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -90,35 +91,35 @@ class Bridge:
             match report:
                 case Loading():
                     self.loading.append(report)
+                case Compiling():
+                    self._note_compiling(report)
                 case Ready(info):
                     self.info = info
                     self._loaded = True
+                    self.compiling = None
                     self.last_step = time.monotonic()
                     return
                 case _:
                     raise AssertionError(f"the engine reported {report!r} while loading")
 
     def add(self, request: Request) -> None:
-        """Hand a request to the engine. One that was cancelled may come back at once; it hears nothing of its past."""
+        """Hand a request to the engine. Its id is free again once the last delta of the one before has come."""
+        assert request.id not in self._active, f"{request.id} is in the engine already"
         if not self.busy:
             self.last_step = time.monotonic()
         self.busy = True
-        if request.id in self._cancelled:
-            self._later[request.id] = [Add(request)]
-            return
         self._active.add(request.id)
         self._send(Add(request))
 
     def cancel(self, request_id: str) -> None:
-        if self._later.pop(request_id, None) is None and request_id in self._active:
-            self._cancelled.add(request_id)
-            self._send(Cancel(request_id))
+        """End a request; a last delta says so, as one always does."""
+        self._send(Cancel(request_id))
 
     def hold(self, request_id: str) -> None:
-        self._command(request_id, Hold(request_id))
+        self._send(Hold(request_id))
 
     def unhold(self, request_id: str) -> None:
-        self._command(request_id, Unhold(request_id))
+        self._send(Unhold(request_id))
 
     def clear_cache(self) -> None:
         self._send(ClearCache())
@@ -128,15 +129,21 @@ class Bridge:
         while True:
             report = await self._receive()
             if isinstance(report, Launching):
-                self._in_flight = report.ids
+                self._launched = report.ids
+            elif isinstance(report, Compiling):
+                self._note_compiling(report)
             elif isinstance(report, Stepped):
-                deltas = [delta for delta in report.deltas if delta.id not in self._later]
                 self._note(report)
-                if deltas:
-                    yield deltas
+                if report.deltas:
+                    yield report.deltas
+
+    @property
+    def in_flight(self) -> list[str]:
+        """The requests of the step in flight; those that have ended since are not among them."""
+        return [request_id for request_id in self._launched if request_id in self._active]
 
     def kill(self) -> None:
-        """End the process at once (it hangs); `deltas` then raises EngineDied with the requests of its step."""
+        """End the process at once; `deltas` then raises EngineDied, unless the process waits in a device driver."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()
@@ -149,15 +156,16 @@ class Bridge:
             self._send(Stop())
         if not self._loaded:  # it reads no commands before it is
             self.kill()
-        try:
-            await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
-        except TimeoutError:
+        if not await self._ends(self._process):
             self.kill()
-            await self._process.wait()
+            if not await self._ends(self._process):  # it waits in a device driver, perhaps for ever
+                _log.error(logs.ENGINE_UNKILLABLE, pid=self._process.pid)
         if self._writer is not None:
             self._writer.close()
-        for task in self._tasks:
-            await task
+        _, late = await asyncio.wait(self._tasks, timeout=OUTPUT_SECONDS)
+        for task in late:  # somebody else has its output open: a compiler that it had started
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -196,12 +204,13 @@ class Bridge:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode_frame(command))
 
-    def _command(self, request_id: str, command: Command) -> None:
-        """Send a command about a request, or keep it behind an `Add` that waits."""
-        if request_id in self._later:
-            self._later[request_id].append(command)
-        else:
-            self._send(command)
+    async def _ends(self, process: asyncio.subprocess.Process) -> bool:
+        """Whether the process ends within the time it gets."""
+        try:
+            await asyncio.wait_for(process.wait(), STOP_SECONDS)
+        except TimeoutError:
+            return False
+        return True
 
     async def _receive(self) -> Report:
         try:
@@ -210,30 +219,24 @@ class Bridge:
         except (asyncio.IncompleteReadError, ConnectionError):
             assert self._process is not None
             status = await self._process.wait()
-            raise EngineDied(f"the engine's process ended with status {status}", self._blamed()) from None
+            raise EngineDied(f"the engine's process ended with status {status}", self.in_flight) from None
         report = report_decoder.decode(body)
         if isinstance(report, Failed):
             if report.refused:
                 raise EngineRefused(report.message)
-            self._in_flight = report.in_flight
-            raise EngineDied(report.message, self._blamed())
+            self._launched = report.in_flight
+            raise EngineDied(report.message, self.in_flight)
         return report
 
-    def _blamed(self) -> list[str]:
-        """The requests of the step in flight; those that have ended since are not among them."""
-        return [request_id for request_id in self._in_flight if request_id in self._active]
+    def _note_compiling(self, report: Compiling) -> None:
+        self.compiling = report.what
+        self.last_step = time.monotonic()
+        _log.info(logs.ENGINE_COMPILING, what=report.what)
 
     def _note(self, report: Stepped) -> None:
         self.stats, self.stats_time = report.stats, time.monotonic()
-        self.last_step = self.stats_time
+        self.last_step, self.compiling = self.stats_time, None
         for delta in report.deltas:
             if delta.finish_reason is not None:
-                self._end(delta.id)
+                self._active.discard(delta.id)
         self.busy = bool(self._active)
-
-    def _end(self, request_id: str) -> None:
-        self._active.discard(request_id)
-        self._cancelled.discard(request_id)
-        for command in self._later.pop(request_id, []):
-            self._active.add(request_id)
-            self._send(command)

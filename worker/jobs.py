@@ -125,7 +125,7 @@ class Jobs:
 
     def _apply(self, job: ActiveJob, delta: Delta) -> None:
         if delta.finish_reason is FinishReason.ERROR:
-            self._engine_refused(job, delta.error or "the engine gave no reason")
+            self.fail(job, delta.refusal or "internal", delta.error or "the engine gave no reason", in_engine=False)
             return
         if not job.started:
             self._admitted(job, delta)
@@ -148,13 +148,6 @@ class Jobs:
             self._metrics.recovery("resumed")
         job.log.info(logs.JOB_RESUMED if resumed else logs.JOB_STARTED, prompt_tokens=job.prompt_tokens)
         self.on_room()
-
-    def _engine_refused(self, job: ActiveJob, message: str) -> None:
-        code, _, text = message.partition(": ")
-        if code == "invalid" or code == "too_large":
-            self.fail(job, code, text, in_engine=False)
-        else:
-            self.fail(job, "internal", message, in_engine=False)
 
     # -- how a job ends -------------------------------------------------------------------------------------------
 

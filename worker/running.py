@@ -1,7 +1,6 @@
 """A worker that serves: its parts, wired; how they run side by side, drain, and hand their jobs back."""
 
 import asyncio
-import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
@@ -11,7 +10,7 @@ from msgspec import Struct
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from worker import logs, perfstats
+from worker import logs, perfstats, watchdog
 from worker.active import ActiveJob
 from worker.admission import Admission
 from worker.bridge import Bridge, EngineDied
@@ -28,7 +27,6 @@ from worker.publisher import Publisher
 from worker.queue import Queue
 from worker.startup import Model
 
-HANG_SECONDS = 60.0  # without a step while there is work
 LAST_WORDS_SECONDS = 5.0  # for what goes to Redis at the end; without it the lease runs out and says the same
 
 
@@ -138,16 +136,13 @@ class Running:
             self.jobs.step(deltas)
 
     async def _watch_engine(self) -> None:
-        """An engine that ends no step though it has work is killed; the pump then sees it dead."""
-        idle_since = time.monotonic()
-        while True:
-            await asyncio.sleep(1.0)
-            if not self.jobs.stepping:
-                idle_since = time.monotonic()
-            silent = time.monotonic() - max(self._bridge.last_step, idle_since)
-            if silent > HANG_SECONDS:
-                self._log.error(logs.ENGINE_HUNG, seconds=round(silent, 1))
-                self._bridge.kill()
+        """An engine that hangs is dead: liveness goes at once, and nobody waits for its process to admit it."""
+        reason = await watchdog.hang(self._bridge, lambda: self.jobs.stepping)
+        self._health.to("failed", reason)
+        self._log.error(logs.ENGINE_HUNG, message=reason)
+        in_flight = self._bridge.in_flight
+        self._bridge.kill()
+        raise EngineDied(reason, in_flight)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ class Reply:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error: str | None = None
+    refusal: str | None = None
     ends: int = 0
 
     def take(self, delta: Delta) -> None:
@@ -31,7 +32,8 @@ class Reply:
             assert self.prompt_logprobs is None, "prompt_logprobs came twice"
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
-            self.finish_reason, self.error, self.ends = delta.finish_reason, delta.error, self.ends + 1
+            self.finish_reason, self.error, self.refusal = delta.finish_reason, delta.error, delta.refusal
+            self.ends += 1
 
 
 def request(name: str, tokens: Iterable[int], sampling: SamplingParams = GREEDY, **more: object) -> Request:

@@ -35,7 +35,7 @@ async def main():
     await idle.start(config)
     busy.add(Request(id="hang", tokens=[5]))
     anything = asyncio.create_task(anext(busy.deltas()))
-    while not busy._in_flight:
+    while not busy.in_flight:
         await asyncio.sleep(0.01)
     print(busy._process.pid, idle._process.pid, flush=True)
     await anything
@@ -87,7 +87,7 @@ async def test_a_killed_child_names_what_it_was_at(breakable, config, how):
     talk.bridge.add(request("done", PROMPT))
     await talk.ended("done")
     talk.bridge.add(request("hang", PROMPT))
-    await talk.until(lambda: "hang" in talk.bridge._in_flight)
+    await talk.until(lambda: "hang" in talk.bridge.in_flight)
     if how == "by the bridge":
         talk.bridge.kill()
     else:

@@ -15,6 +15,7 @@ from engine.wire import (
     Begin,
     Cancel,
     Command,
+    Compiling,
     Failed,
     Hold,
     Launching,
@@ -119,6 +120,27 @@ def test_a_child_reports_its_phases_then_ready(config):
     parent.send(Stop())
     parent.until(Stepped)
     assert parent.leave() == 0
+
+
+def test_a_child_says_what_it_compiles_before_it_does(config, monkeypatch):
+    warm_up, launch = Runner.warm_up, Runner.launch
+
+    def warm_up_compiling(self):
+        self.on_compile("kernels")
+        return warm_up(self)
+
+    def launch_capturing(self, plan):
+        self.on_compile(f"a graph of {len(plan.entries)} rows")
+        return launch(self, plan)
+
+    monkeypatch.setattr(Runner, "warm_up", warm_up_compiling)
+    monkeypatch.setattr(Runner, "launch", launch_capturing)
+    parent = Parent(config)
+    assert [type(report) for report in parent.until(Ready)] == [Loading, Compiling, Loading, Ready]
+    parent.send(Add(request("x", PROMPT)))
+    first = parent.until(Stepped, lambda s: s.deltas)
+    assert first[:2] == [Launching(["x"]), Compiling("a graph of 1 rows")]
+    parent.leave()
 
 
 def test_a_child_ends_when_its_parent_hangs_up_idle_or_busy(config):

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Literal
 
 import msgspec
 
@@ -11,6 +12,8 @@ from engine.request import Delta, FinishReason, Request, Stats, Usage
 from engine.wire import EngineInfo, Loading
 from tests.worker.text_fixtures import engine_info
 from worker.bridge import EngineDied
+
+Refusal = Literal["invalid", "too_large"] | None
 
 FIRST_BYTE = 3  # ids of the byte-level tokenizer: three control tokens, then the 256 bytes
 EOS = 0
@@ -44,6 +47,8 @@ class FakeEngine:
         self.info: EngineInfo = engine_info(numerics="fake", max_model_len=4096, capacity_tokens=65536, **info)
         self.stats, self.stats_time = Stats(), time.monotonic()
         self.last_step = time.monotonic()
+        self.compiling: str | None = None
+        self.in_flight: list[str] = []
         self.busy = False
         self.pid = None
         self.loading = [Loading("model", 0.0)]
@@ -52,8 +57,9 @@ class FakeEngine:
         self.added: list[Request] = []
         self.held: set[str] = set()
         self.cancelled: list[str] = []
-        self.refuse: dict[str, str] = {}  # request id -> error of the engine
+        self.refuse: dict[str, tuple[Refusal, str]] = {}  # by request id: what the engine says of it
         self.killed = False
+        self.unkillable = False  # as a process that waits in a device driver
         self.closed = False
         self.refuse_start: Exception | None = None
         self._step_seconds = step_seconds
@@ -88,7 +94,8 @@ class FakeEngine:
 
     def kill(self) -> None:
         self.killed = True
-        self.die("killed")
+        if not self.unkillable:
+            self.die("killed", self.in_flight)
 
     def die(self, message: str, in_flight: list[str] | None = None) -> None:
         self._death = EngineDied(message, in_flight or [])
@@ -114,7 +121,8 @@ class FakeEngine:
         usage = Usage(prompt_tokens=len(request.tokens), cached_tokens=2)
         if request.id in self.refuse:
             del self._running[request.id]
-            return Delta(id=request.id, finish_reason=FinishReason.ERROR, error=self.refuse[request.id])
+            refusal, error = self.refuse[request.id]
+            return Delta(id=request.id, finish_reason=FinishReason.ERROR, error=error, refusal=refusal)
         limit = request.sampling.max_tokens
         last = position + self._per_step if limit is None else min(position + self._per_step, limit)
         tokens = [token_at(request.tokens, i) for i in range(position, last)]

@@ -81,7 +81,7 @@ async def everything(crew: ServiceBench) -> list[str]:
     """Let everything happen that can happen to a job, all of them with the canary somewhere; the ids."""
     crew.tokenizer = loaded(byte_level_backend(), chat_template=REFUSING_TEMPLATE, eos_token="<|endoftext|>")
     first = await crew.start(engine=FakeEngine(step_seconds=0.001))
-    first.engine.refuse["engine"] = f"invalid: tokens: whole numbers expected, got {CANARY}"
+    first.engine.refuse["engine"] = "invalid", f"tokens: whole numbers expected, got {CANARY}"
     ended = [*BAD_BODIES, *BAD_FIELDS, "good", "engine", "crash", "overdue", "cancelled", "labels"]
     for name, body in BAD_BODIES.items():
         await crew.bench.submit(name, body=body)

@@ -7,7 +7,7 @@ import pytest
 
 from engine.request import Request
 from gllm.protocol import Done, Error
-from tests.worker.fake_engine import FakeEngine, script, text_of
+from tests.worker.fake_engine import FakeEngine, Refusal, script, text_of
 from tests.worker.queue_bench import now_ms, until
 from tests.worker.service_bench import ServiceBench
 from worker.bridge import EngineRefused
@@ -95,19 +95,24 @@ async def test_refused_job_gets_exactly_one_error_beside_running_neighbours(crew
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [("invalid: seed: too big", "invalid"), ("too_large: never fits", "too_large"), ("nan logits", "internal")],
+    ("refusal", "error", "code"),
+    [
+        ("invalid", "seed: too big", "invalid"),
+        ("too_large", "tokens: never fit", "too_large"),
+        (None, "nan logits", "internal"),
+        (None, "invalid: as the text of an error may begin", "internal"),
+    ],
 )
-async def test_engine_can_refuse_a_job(crew: ServiceBench, error: str, code: str) -> None:
+async def test_engine_can_refuse_a_job(crew: ServiceBench, refusal: Refusal, error: str, code: str) -> None:
     engine = FakeEngine()
-    engine.refuse["a"] = error
+    engine.refuse["a"] = refusal, error
     await crew.start(engine=engine)
     await crew.submit("a")
 
     reply = await crew.reply("a")
 
     assert isinstance(reply.end, Error)
-    assert (reply.end.code, reply.end.message) == (code, error.removeprefix(f"{code}: "))
+    assert (reply.end.code, reply.end.message) == (code, error)
     await crew.bench.clear_streams()
 
 

@@ -101,17 +101,6 @@ async def test_dying_engine_hands_jobs_back_and_charges_only_those_of_its_step(c
     assert {request.id: request.isolate for request in second.engine.added} == {"a": False, "b": True}
 
 
-async def test_hanging_engine_is_killed(crew: ServiceBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.running.HANG_SECONDS", 0.2)
-    worker = await crew.start()
-    await crew.submit("a", max_tokens=4000)
-    await crew.published("a", 3)
-    worker.engine.go.clear()
-
-    assert await worker.task == FAILED
-    assert worker.engine.killed
-
-
 async def test_sigterm_while_starting_ends_at_once(crew: ServiceBench) -> None:
     worker = await crew.start(redis="redis://127.0.0.1:1/0", wait=False)
     await asyncio.sleep(0)
