@@ -63,7 +63,9 @@ class Claimer:
         if self._stopping.is_set():
             return
         reply = await self._claim()
-        if reply and not reply.more:
+        if reply and reply.kept:  # the streams would wake us at once, for what we do not want yet
+            await first_of(asyncio.sleep(BLOCK_MS / 1000), self._stopping, self._acquitted)
+        elif reply and not reply.more:
             await self._sleep(reply.positions)
 
     def _look_again(self) -> None:

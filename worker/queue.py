@@ -19,9 +19,8 @@ DEFAULT_SHARDS = 1
 MAX_ATTEMPTS = 4  # workers that may die with a job before it is given up
 MAX_CLAIMS = 32  # backstop for what no charge catches, like a job that dies after each new token
 MAX_WANT = 16  # jobs a claim: the next worker that asks should find some, too
-REVERSED_EVERY = 8  # a claim in eight looks at low first, so that high cannot starve it for ever
+REVERSED_EVERY = 8  # a claim in eight looks at low first and keeps nothing for suspects: so nothing starves for ever
 SCAN_SECONDS = 1.0  # the scan walks all pending entries: not more often than this, however short the lease
-LEFT_SECONDS = 0.1  # but soon again when it left some for want of room: their clients wait in the middle of a reply
 
 
 class QueueMismatch(Exception):
@@ -59,7 +58,8 @@ class Claimed(Struct, frozen=True, kw_only=True):
 class ClaimReply(Struct, frozen=True, kw_only=True):
     """What a claim brought. `positions`: where to read on in each stream and in the bell, to hear of the next job.
 
-    `more`: there may be more jobs at once. `waiting`: jobs that nobody holds, by priority. `groups_made`: lost groups.
+    `more`: there may be more jobs at once. `kept`: new ones were left, so that the suspects that wait for a trial here
+    have room after it. `waiting`: jobs that nobody holds, by priority. `groups_made`: lost groups.
     """
 
     jobs: list[Claimed]
@@ -67,6 +67,7 @@ class ClaimReply(Struct, frozen=True, kw_only=True):
     positions: dict[str, str]
     waiting: dict[str, Backlog]
     more: bool
+    kept: bool
     groups_made: int
 
 
@@ -145,23 +146,26 @@ class Queue:
         """
         expired, own = time.monotonic() >= self._next_scan, self._answer_lost
         self._answer_lost = True
+        self._claims += 1
+        backwards = self._claims % REVERSED_EVERY == 0
         if expired:  # before the call: `scan_soon` may be said while it is in flight
             self._next_scan = time.monotonic() + self._scan_every * random.uniform(0.75, 1.0)
         reply = await scripts.claim(
             self.redis,
             self.keys.base,
-            self._scan_order(),
+            self.streams[::-1] if backwards else self.streams,
             self.worker,
             min(want, MAX_WANT),
             self.lease_ms,
             expired=expired,
             own=own,
             limits=self._limits,
+            keep=not backwards,
             active=active,
         )
         self._answer_lost = own and reply.more
-        if reply.left:
-            self._next_scan = min(self._next_scan, time.monotonic() + LEFT_SECONDS)
+        if reply.left:  # their clients wait in the middle of a reply: the next room is theirs, too
+            self.scan_soon()
         self.clock.set(reply.now_ms)
         return self._reply(reply)
 
@@ -209,10 +213,6 @@ class Queue:
                 return found
             start = "(" + entries[-1][0].decode()
 
-    def _scan_order(self) -> list[str]:
-        self._claims += 1
-        return self.streams[::-1] if self._claims % REVERSED_EVERY == 0 else self.streams
-
     def _reply(self, reply: scripts.Claim) -> ClaimReply:
         positions = {self.keys.base + state.name: state.last_id for state in reply.streams}
         if reply.bell_id:
@@ -223,6 +223,7 @@ class Queue:
             positions=positions,
             waiting=by_priority((state.name, state.backlog) for state in reply.streams),
             more=reply.more,
+            kept=reply.kept,
             groups_made=reply.groups_made,
         )
 

@@ -167,6 +167,7 @@ class Claim(NamedTuple):
     jobs: list[ClaimedRow]
     notes: list[Note]
     left: bool
+    kept: bool
 
 
 async def claim(
@@ -180,11 +181,13 @@ async def claim(
     expired: bool,
     own: bool,
     limits: tuple[int, int],
+    keep: bool,
     active: Iterable[str],
 ) -> Claim:
     """Hand out at most `want` jobs. `limits`: charged attempts and claims; `streams`: short names in scan order."""
-    args = (worker, want, lease_ms, int(expired), int(own), *limits, *active)
-    now_ms, more, suspects, groups, bell, states, jobs, notes, left = await _claim(redis, _keys(base, streams), args)
+    args = (worker, want, lease_ms, int(expired), int(own), *limits, int(keep), *active)
+    reply = await _claim(redis, _keys(base, streams), args)
+    now_ms, more, suspects, groups, bell, states, jobs, notes, left, kept = reply
     return Claim(
         now_ms=now_ms,
         more=bool(more),
@@ -195,6 +198,7 @@ async def claim(
         jobs=[_claimed(row) for row in jobs],
         notes=[Note(*(text.decode(errors="replace") for text in note[:3]), *note[3:]) for note in notes],
         left=bool(left),
+        kept=bool(kept),
     )
 
 

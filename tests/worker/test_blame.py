@@ -2,7 +2,7 @@
 
 from gllm.protocol import Error
 from tests.worker.queue_bench import QueueBench, finish, now_ms, publish, until
-from worker.queue import MAX_ATTEMPTS, MAX_CLAIMS, Queue
+from worker.queue import MAX_ATTEMPTS, MAX_CLAIMS, REVERSED_EVERY, Queue
 
 
 async def ids(bench: QueueBench, worker: Queue, want: int = 16, active: tuple[str, ...] = ()) -> list[str]:
@@ -63,10 +63,31 @@ async def test_hundreds_of_suspects_neither_hide_other_jobs_nor_keep_a_worker_cl
 
     reply = await second.claim(16, (trial.id,))
     await bench.submit("new")
-    later = await second.claim(16, (trial.id, "innocent"))
+    later = [await second.claim(16, (trial.id, "innocent")) for _ in range(REVERSED_EVERY - 2)]
 
     assert ([job.id for job in reply.jobs], reply.more) == (["innocent"], False)
-    assert ([job.id for job in later.jobs], later.more) == (["new"], False)
+    assert [[job.id for job in one.jobs] for one in later] == [[], [], [], [], [], ["new"]]
+    assert not any(one.more for one in later)
+
+
+async def test_suspects_come_before_new_jobs_as_their_trials_end(bench: QueueBench) -> None:
+    """A worker that takes over from a dead one has as much room as that had: new jobs must not fill it meanwhile."""
+    first, second = await bench.worker("first"), await bench.worker("second")
+    suspects = [await bench.submit(f"s{n}") and f"s{n}" for n in range(6)]
+    await bench.claimed(first)
+    await bench.die(first)
+    for n in range(9):
+        await bench.submit(f"new{n}")
+
+    order: list[str] = []
+    for room in range(6, 0, -1):
+        second.scan_soon()
+        reply = await second.claim(room, order)
+        assert (reply.kept, reply.more) == (room > 1, room == 1)
+        order += [job.id for job in reply.jobs]
+        await publish(second, reply.jobs[0], 0, 1)
+
+    assert order == suspects
 
 
 async def test_only_the_job_on_trial_is_charged_when_its_worker_dies(bench: QueueBench) -> None:

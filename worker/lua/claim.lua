@@ -2,8 +2,9 @@
 -- KEYS[1]  the queue's prefix; KEYS[2…] the job streams in scan order
 -- ARGV[1]  worker   ARGV[2] want: the most jobs to hand out   ARGV[3] lease in ms
 -- ARGV[4]  '1' to scan for expired entries too   ARGV[5] '1' to take up own pending entries that are not active
--- ARGV[6]  limit of charged attempts   ARGV[7] limit of claims; ARGV[8…] ids of the jobs active in this worker
--- Returns  {now in ms, more, suspects, groups, last id of the bell ('': it is no stream), streams, jobs, notes, left}
+-- ARGV[6]  limit of charged attempts   ARGV[7] limit of claims   ARGV[8] '1' to keep room for suspects from new entries;
+-- ARGV[9…] ids of the jobs active in this worker
+-- Returns  {now in ms, more, suspects, groups, last id of the bell ('': it is no stream), streams, jobs, notes, left, kept}
 --   more      1: stopped before everything was dealt with     suspects  number of suspects left for later
 --   groups    number of groups that were lost and made again
 --   streams   per stream: name, last id delivered (read on from it), waiting entries, how many of them were never handed
@@ -14,7 +15,7 @@
 --             invalid unsupported too_large max_attempts internal. Dropped: duplicate ended vanished. Others: delayed
 --             promoted dead_letter unburied (the dead letter could not be written) unowned (entries that nobody had)
 --             stream (a key of the queue is not what it should be)
---   left      1: expired entries were left for want of room
+--   left      1: expired entries were left for want of room    kept  1: no more new ones were read, for the suspects' sake
 -- Error words: none of its own. A lost group is made again at id 0; a stream of another type becomes a note.
 
 local MAX_REPLY_BYTES = 16 * 1024 * 1024
@@ -24,12 +25,12 @@ local PAGE, MAX_PAGES = 100, 10
 
 local want, lease = tonumber(ARGV[2]), tonumber(ARGV[3])
 local scan_expired, scan_own = ARGV[4] == '1', ARGV[5] == '1'
-local max_attempts, max_claims = tonumber(ARGV[6]), tonumber(ARGV[7])
+local max_attempts, max_claims, keep = tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8] == '1'
 local active = {}
-for i = 8, #ARGV do active[ARGV[i]] = true end
+for i = 9, #ARGV do active[ARGV[i]] = true end
 
 local jobs = {}
-local bytes, handled, suspects, groups, more, left = 0, 0, 0, 0, false, false
+local bytes, handled, suspects, groups, more, left, kept = 0, 0, 0, 0, false, false, false
 
 local function full()
   return #jobs >= want or handled >= MAX_HANDLED or bytes + MAX_BODY_BYTES + JOB_BYTES > MAX_REPLY_BYTES
@@ -226,6 +227,10 @@ end
 
 local function read_new(stream)
   while not full() do
+    if keep and suspects > 0 and #jobs + suspects >= want then -- they had begun before; new ones would take all the room
+      kept = true
+      return
+    end
     -- one by one: a batch would be delivered whole, however large its bodies are
     local reply = redis.call('XREADGROUP', 'GROUP', GROUP, worker, 'COUNT', 1, 'STREAMS', base .. stream, '>')
     local got = reply and reply[1] and reply[1][2][1]
@@ -276,4 +281,4 @@ if problem then
   bell = '' -- to read on from nowhere: a blocked read of it would fail
   note('stream', '', 'bell: ' .. problem)
 end
-return {now, more and 1 or 0, suspects, groups, bell, states, jobs, notes, left and 1 or 0}
+return {now, more and 1 or 0, suspects, groups, bell, states, jobs, notes, left and 1 or 0, kept and 1 or 0}
