@@ -2,6 +2,8 @@
 
 import random
 import string
+import time
+from collections.abc import Callable
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -9,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import gllm
 from tests.e2e.conftest import Start
 from tests.e2e.worker_process import WorkerProcess
+from tests.worker.metrics_page import check_with_promtool, read
 
 
 def page(worker: WorkerProcess) -> dict[tuple[str, ...], float]:
@@ -31,7 +34,7 @@ def word(rng: random.Random) -> str:
 
 def test_counts_agree_with_the_replies_and_series_stay_bounded(start: Start, one_url: str, queue_name: str) -> None:
     """Twenty jobs of known lengths, five of them refused; ids, tenants and texts are all different."""
-    worker = start("--prefix-cache")
+    worker = start("--prefix-cache", "--log-level", "debug")
     worker.wait_event("ready")
     rng = random.Random(5)
     with gllm.SyncClient(one_url, queue_name) as client:
@@ -39,7 +42,9 @@ def test_counts_agree_with_the_replies_and_series_stay_bounded(start: Start, one
         before = page(worker)
         lengths = [*range(1, 16), *[0] * 5]
         jobs = [
-            client.submit(prompt=word(rng) * 4, max_tokens=length, ignore_eos=True, id=word(rng), tenant=word(rng))
+            client.submit(
+                prompt=f"canary {word(rng) * 4}", max_tokens=length, ignore_eos=True, id=word(rng), tenant=word(rng)
+            )
             if length
             else client.submit(token_ids=[10**6 + rng.randrange(1000)], id=word(rng))
             for length in lengths
@@ -67,6 +72,17 @@ def test_counts_agree_with_the_replies_and_series_stay_bounded(start: Start, one
     assert set(after) == set(before)
     assert after[("gllm_metrics_errors_total",)] == 0
     assert after[("gllm_sequences", "running")] == after[("gllm_sequences", "waiting")] == 0
+    assert after[("gllm_step_seconds_count",)] == after[("gllm_engine_steps_total",)] > 0
+    assert 0 < after[("gllm_step_host_seconds_total",)] < after[("gllm_step_seconds_sum",)]
+    assert {key[1] for key in after if key[0] == "gllm_startup_seconds"} == {
+        "find",
+        "import",
+        "model",
+        "redis",
+        "total",
+    }
+    check_with_promtool(worker.get("/metrics")[1].encode())
+    assert "canary" not in worker.said
 
 
 @pytest.mark.parametrize("cache", ["--prefix-cache", "--no-prefix-cache"])
@@ -88,3 +104,53 @@ def test_hits_are_the_cached_tokens_of_the_replies(start: Start, one_url: str, q
     blocks = [found[("gllm_prefix_cache_blocks", state)] for state in ("live", "reclaimable", "free")]
     assert sum(blocks) == 64
     assert blocks[0] == 0
+
+
+def wait_page(worker: WorkerProcess, ready: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+    """The first page that shows what is waited for."""
+    end = time.monotonic() + 60
+    while not ready(found := read(worker.get("/metrics")[1])):
+        assert time.monotonic() < end, found
+        time.sleep(0.01)
+    return found
+
+
+def at_rest(page: dict[str, float]) -> bool:
+    """Whether nothing is left of any job."""
+    gone = ("gllm_jobs_active", 'gllm_sequences{state="running"}', 'gllm_sequences{state="waiting"}')
+    return [page[name] for name in (*gone, 'gllm_prefix_cache_blocks{state="live"}')] == [0, 0, 0, 0]
+
+
+def balances(page: dict[str, float]) -> None:
+    """What a page says agrees with itself, at any time."""
+    assert [(name, value) for name, value in page.items() if not value >= 0] == []
+    gone = page['gllm_recoveries_total{path="fenced"}'] + page["gllm_jobs_released_total"] + page["gllm_jobs_active"]
+    assert page["gllm_jobs_claimed_total"] == page["gllm_job_seconds_count"] + gone
+    tokens = [page[f"gllm_{kind}_tokens_total"] for kind in ("prompt", "recomputed", "resumed")]
+    assert page['gllm_step_tokens_total{kind="prefill"}'] == sum(tokens)
+    assert page["gllm_step_seconds_count"] == page["gllm_engine_steps_total"]
+    blocks = [page[f'gllm_prefix_cache_blocks{{state="{place}"}}'] for place in ("live", "reclaimable", "free")]
+    assert sum(blocks) == 26
+
+
+def test_books_balance_after_preemptions_cancels_and_a_killed_worker(
+    start: Start, one_url: str, queue_name: str
+) -> None:
+    """A pool of 416 tokens for jobs of 392 each; the second worker takes over what the first, killed, had."""
+    first = start("--kv-blocks", "26", "--lease", "0.6")
+    first.wait_event("ready")
+    with gllm.SyncClient(one_url, queue_name) as client:
+        jobs = [client.submit(prompt=f"{n} abcdefghij", max_tokens=380, ignore_eos=True) for n in range(3)]
+        wait_page(first, lambda page: page["gllm_preemptions_total"] > 0)
+        client.cancel(jobs.pop())
+        seen = wait_page(first, lambda page: page['gllm_jobs_total{outcome="cancelled"}'] > 0)
+        first.end()
+        second = start("--kv-blocks", "26", "--lease", "0.6")
+        results = [client.result(job, timeout=60) for job in jobs]
+    assert [len(result.ids) for result in results] == [380, 380]
+    found = wait_page(second, at_rest)
+    balances(seen)
+    balances(found)
+    assert seen["gllm_preempted_tokens_total"] > 0
+    assert seen["gllm_jobs_active"] >= found['gllm_recoveries_total{path="redelivered"}'] >= 1
+    assert found["gllm_resumed_tokens_total"] > 0

@@ -1,5 +1,8 @@
 """How tests read `/metrics`, and a page on which every series has a sample."""
 
+import shutil
+import subprocess
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.request import STEP_SECONDS, Stats
@@ -22,6 +25,16 @@ def read(text: str) -> dict[str, float]:
             labels = ",".join(f'{key}="{value}"' for key, value in sorted(sample.labels.items()))
             found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
     return found
+
+
+def check_with_promtool(page: bytes) -> bool:
+    """Let Prometheus' own tool look at a page; False when it is not installed."""
+    program = shutil.which("promtool")
+    if program is None:
+        return False
+    done = subprocess.run([program, "check", "metrics"], input=page, capture_output=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    return True
 
 
 def populated() -> Metrics:
