@@ -43,6 +43,8 @@ def test_connection_url_brings_user_password_and_tls(make: Callable) -> None:
         ("", "scheme"),
         ("redis://h:99999", "[Pp]ort"),
         ("redis://h?speed=9", "'speed'"),
+        ("rediss://h?ssl_ca_certs=/no/such.pem", "ssl_ca_certs: No such file or directory: '/no/such.pem'"),
+        ("rediss://h?ssl_cert_reqs=perhaps", "perhaps"),
     ],
 )
 def test_connection_url_that_is_none_is_refused_by_name(make: Callable, url: str, message: str) -> None:

@@ -38,6 +38,8 @@ def tls(reason: str, kind: type[ssl.SSLError] = ssl.SSLError) -> ssl.SSLError:
         (errors.TryAgainError("moving"), True),
         (errors.AskError("7 h:1"), True),
         (errors.MovedError("7 h:1"), True),
+        (errors.ResponseError("ASK 7 h:1"), True),
+        (errors.ResponseError("MOVED 7 h:1"), True),
         (errors.OutOfMemoryError("full"), True),
         (errors.ResponseError("OOM command not allowed"), True),
         (errors.ResponseError("MISCONF Redis is configured to save"), True),

@@ -1,16 +1,19 @@
-"""Finding the server: who is asked, how often, and what follows from refusals. Without servers."""
+"""Finding the server: who is asked, how often, what follows from refusals; and when a connection leaves."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import redis.exceptions as errors
+from redis.asyncio import ConnectionPool, Redis
 
+from gllm.connection import connect, connect_sync
 from gllm.directory import ClusterDirectory
 from gllm.faults import is_transient
-from gllm.links import AsyncFinder, Finder
+from gllm.links import AsyncFinder, AsyncLink, Finder, Link
 from gllm.urls import Address
 
 A, B, HOME = Address("a", 1), Address("b", 2), Address("home", 3)
@@ -30,7 +33,7 @@ class Asked:
         assert command == ("CLUSTER", "SLOTS")
 
     def read_response(self) -> Any:
-        answer = self.answers.get(self.address, SLOTS)
+        answer = self.answers.get(self.address, next(iter(self.answers.values())))
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -126,3 +129,102 @@ async def test_redirection_tells_whom_to_ask_next(text: str) -> None:
     finder.forget(error, host="c")
     await finder.find()
     assert log == [asked]
+
+
+# --- a connection whose server is not the one, or not there ---
+
+
+class Answers:
+    """A server that answers every command but the greeting with one line; it counts its connections."""
+
+    def __init__(self, line: bytes) -> None:
+        self.line = line
+        self.connections = 0
+        self._open: set[asyncio.Task[None] | None] = set()
+
+    async def __aenter__(self) -> "Answers":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = Address("127.0.0.1", self._server.sockets[0].getsockname()[1])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await asyncio.gather(*filter(None, self._open))  # the clients are closed by now
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._open.add(asyncio.current_task())
+        while data := await reader.read(4096):
+            greeting = b"CLIENT" in data
+            writer.write(b"+OK\r\n" * data.count(b"CLIENT") if greeting else self.line + b"\r\n")
+        writer.close()
+
+
+LEFT = [
+    b"-READONLY You can't write against a read only replica.",
+    b"-MASTERDOWN Link with MASTER is down",
+    b"-CLUSTERDOWN The cluster is down",
+    b"-MOVED 7 127.0.0.1:1",
+    b"-ASK 7 127.0.0.1:1",
+    b"-UNBLOCKED force unblock from blocking operation, instance state changed (master -> replica?)",
+]
+KEPT = [b"-OOM command not allowed", b"-TRYAGAIN later", b"-NOREPLICAS few", b"-ERR no", b"$-1"]
+
+
+async def ask_twice(client: Any) -> None:
+    for _ in range(2):
+        with contextlib.suppress(errors.RedisError):
+            await client.get("k")
+
+
+@pytest.mark.parametrize(("line", "connections"), [(line, 2) for line in LEFT] + [(line, 1) for line in KEPT])
+async def test_connection_is_left_when_its_server_is_not_the_one(line: bytes, connections: int) -> None:
+    async with Answers(line) as server:
+        async with connect(f"redis://{server.address}") as client:
+            await ask_twice(client)
+        assert server.connections == connections
+        server.connections = 0
+        with connect_sync(f"redis://{server.address}") as plain:
+            for _ in range(2):
+                with contextlib.suppress(errors.RedisError):
+                    await asyncio.to_thread(plain.get, "k")
+        assert server.connections == connections
+
+
+@pytest.mark.parametrize("line", [LEFT[0], LEFT[3]])
+async def test_server_that_is_not_the_one_is_looked_for_again_at_once(line: bytes) -> None:
+    async with Answers(line) as server:
+        finder, log = async_finder({A: [[0, 16383, [b"127.0.0.1", server.address.port, b"id"]]]})
+        client = Redis.from_pool(ConnectionPool(AsyncLink, protocol=2, finder=finder))
+        await ask_twice(client)
+        assert len(log) == 2
+        await client.aclose()
+
+
+async def test_server_that_is_not_there_is_looked_for_again_at_once() -> None:
+    finder, log = async_finder({A: [[0, 16383, [b"127.0.0.1", 1, b"id"]]]})
+    await ask_twice(Redis.from_pool(ConnectionPool(AsyncLink, protocol=2, finder=finder)))
+    assert len(log) == 2
+    plain, plain_log = plain_finder({A: [[0, 16383, [b"127.0.0.1", 1, b"id"]]]})
+    for _ in range(2):
+        with pytest.raises(errors.ConnectionError, match=r"127\.0\.0\.1:1"):
+            Link(protocol=2, finder=plain).connect()
+    assert len(plain_log) == 2
+
+
+async def test_address_is_not_believed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gllm.links.BELIEVED_SECONDS", 0.01)
+    finder, log = async_finder({A: SLOTS})
+    await finder.find()
+    await asyncio.sleep(0.02)
+    await finder.find()
+    assert len(log) == 2
+
+
+async def test_node_of_a_cluster_by_a_plain_url_names_the_right_kind_of_url() -> None:
+    async with Answers(b"-MOVED 7 h:1") as server, connect(f"redis://{server.address}") as client:
+        with pytest.raises(
+            errors.ResponseError, match=r"7 h:1: this is a node of a cluster, use redis\+cluster://"
+        ) as no:
+            await client.get("k")
+        assert not is_transient(no.value)

@@ -223,15 +223,16 @@ async def test_user_with_an_awkward_password_is_served_over_a_socket_file(
         server.stop(kill=True)
 
 
-async def test_passwords_of_sentinel_and_server_are_different_ones(
+async def test_users_of_sentinel_and_server_are_different_ones(
     server_kind: str, tmp_path: Path, queue_name: str, log_lines: list[structlog.typing.EventDict]
 ) -> None:
-    settings = f"requirepass watch\nsentinel auth-pass {SERVICE} data"
-    sentinels = Sentinels(binaries()[server_kind], tmp_path, "--requirepass", "data", sentinel=settings)
+    settings = f"requirepass watch\nsentinel auth-user {SERVICE} ann\nsentinel auth-pass {SERVICE} data"
+    user = ("--user", "ann", "on", ">data", "~*", "&*", "+@all")
+    sentinels = Sentinels(binaries()[server_kind], tmp_path, *user, sentinel=settings)
     sentinels.one.start()
     sentinels.start_watch()
     try:
-        right = sentinels.url.replace("://", "://:data@") + "?sentinel_password=watch"
+        right = sentinels.url.replace("://", "://ann:data@") + "/1?sentinel_password=watch"
         async with crew_at(right, queue_name) as crew:
             await served(crew, right)
             worker = await crew.start(wait=False, redis=right.replace("password=watch", "password=wrong"))
