@@ -13,7 +13,8 @@ class Proxy:
     Set `swallow`: nothing goes either way, connections stay. `loading`: every command is answered with LOADING
     (`loadings` counts them).
     `cut`: how likely an answer is lost together with its connection, after the server has done the work. `lose`: that
-    happens to the next command with these bytes in it. `target`: where new connections lead.
+    happens to the next command with these bytes in it. `delay`: seconds that each answer is late. `target`: where new
+    connections lead.
     """
 
     def __init__(self, host: str, port: int, seed: int = 1) -> None:
@@ -26,6 +27,7 @@ class Proxy:
         self.loading = False
         self.loadings = 0
         self.cut = 0.0
+        self.delay = 0.0
         self.cuts = 0
         self.lose: bytes | None = None
         self._lost = False
@@ -99,6 +101,7 @@ class Proxy:
     async def _down(self, back: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await back.read(65536):
             await self._open.wait()
+            await asyncio.sleep(self.delay)
             if self._lost or self._random.random() < self.cut:
                 self.cuts, self._lost = self.cuts + 1, False
                 return

@@ -39,7 +39,7 @@ class Parent:
 
     def __init__(self, config: EngineConfig) -> None:
         self._ours, theirs = socket.socketpair()
-        self._ours.settimeout(20)
+        self._ours.settimeout(60)  # loading takes long on a busy machine
         self.status: int | str | None = None
         self._thread = threading.Thread(target=self._run, args=(theirs,))
         self._thread.start()

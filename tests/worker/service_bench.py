@@ -11,7 +11,7 @@ import msgspec
 
 from gllm.protocol import Done, Error, ReplyEvent, Resume, Start, Tokens
 from tests.worker.fake_engine import FakeEngine
-from tests.worker.queue_bench import QueueBench, until
+from tests.worker.queue_bench import SECONDS, QueueBench, until
 from tests.worker.text_fixtures import CHATML, byte_level_backend, loaded
 from worker.active import ActiveJob
 from worker.config import Settings
@@ -119,14 +119,14 @@ class ServiceBench:
     async def until_ended(self, job_id: str) -> None:
         await until(lambda: self._ended(job_id), f"the end of {job_id}")
 
-    async def until_async(self, condition: Callable[[], Awaitable[object]], what: str) -> Any:
-        return await until(condition, what)
+    async def until_async(self, condition: Callable[[], Awaitable[object]], what: str, seconds: float = SECONDS) -> Any:
+        return await until(condition, what, seconds)
 
-    async def until(self, condition: Any, what: str) -> Any:
+    async def until(self, condition: Any, what: str, seconds: float = SECONDS) -> Any:
         async def check() -> object:
             return condition()
 
-        return await until(check, what)
+        return await until(check, what, seconds)
 
     async def published(self, job_id: str, count: int) -> None:
         """Wait until so many tokens of a job are published."""

@@ -204,7 +204,7 @@ async def test_refusal_tells_the_client_the_value_and_the_log_only_the_field(job
     assert isinstance(job.terminal, Error)
     assert "secret" in job.terminal.message
     assert "secret" not in str(lines)
-    assert lines[-1]["message"].partition(":")[0] in ("body", "prompt", "prompts")
+    assert lines[-1]["message"].partition(":")[0] in ("body", "prompt", "unknown field")
 
 
 async def test_waiting_for_the_last_job_ends_when_it_is_gone(jobs: Jobs) -> None:

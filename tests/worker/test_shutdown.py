@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from gllm.protocol import Error
 from tests.servers import first_kind
 from tests.worker.fake_engine import FakeEngine, script
 from tests.worker.service_bench import ServiceBench
@@ -51,6 +52,20 @@ async def test_grace_time_over_releases_the_rest_and_another_worker_goes_on_at_o
     assert reply.ids == script(HELLO, 400)
     assert reply.resumes[0].worker == second.service.name
     assert await crew.bench.field("a", "attempts") == "0"
+
+
+async def test_job_whose_entry_was_deleted_is_ended_here_when_nobody_could_take_it_over(crew: ServiceBench) -> None:
+    worker = await crew.start(grace=0.1, engine=FakeEngine(step_seconds=0.01))
+    await crew.submit("a", max_tokens=4000)
+    await crew.published("a", 5)
+    await crew.bench.redis.xtrim(crew.bench.keys.jobs("normal", 0), 0, approximate=False)
+
+    assert await worker.stop() == OK
+    reply = await crew.reply("a")
+
+    assert isinstance(reply.end, Error)
+    assert (reply.end.code, reply.end.retryable) == ("internal", True)
+    assert reply.ids == script(HELLO, 4000)[: len(reply.ids)]
 
 
 async def test_second_sigterm_releases_at_once(crew: ServiceBench) -> None:
