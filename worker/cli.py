@@ -6,12 +6,14 @@ from typing import Any, NoReturn
 
 import click
 
+from worker.commands.bench import bench_command
 from worker.commands.dead import dead_group
 from worker.commands.doctor import doctor_command
 from worker.commands.jobs import cancel_command, submit_command, tail_command
 from worker.commands.look import ps_command, queue_command
 from worker.commands.options import need_extra, resolved, setting_options
 from worker.commands.show import show_command
+from worker.commands.top import top_command
 
 
 @click.group("gllm", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -72,7 +74,7 @@ def demo_command(redis_url: str | None, max_tokens: int, plain: bool, **flags: A
 
 for command in (submit_command, tail_command, cancel_command):
     main.add_command(command)
-for command in (ps_command, queue_command, show_command, dead_group, doctor_command):
+for command in (ps_command, queue_command, top_command, show_command, dead_group, doctor_command, bench_command):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from worker.config import OPTIONS, Option, Resolved, Settings, SettingsError, re
 
 EXTRAS = {
     "worker": ("torch", "safetensors", "tokenizers", "jinja2", "prometheus_client", "structlog", "gguf"),
+    "bench": ("matplotlib",),
 }
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -63,10 +63,10 @@ class Inspector:
             streams=[_stream(row) for row in streams],
         )
 
-    def queue(self, survey: Survey | None = None) -> QueueView:
+    def queue(self, survey: Survey | None = None, workers: list[WorkerRow] | None = None) -> QueueView:
         """Depth, lag and oldest age per priority."""
         seen = survey or self.survey()
-        states = [worker.state for worker in self.workers(seen)]
+        states = [worker.state for worker in (self.workers(seen) if workers is None else workers)]
         return QueueView(
             queue=self.keys.queue,
             priorities=[_priority(name, seen) for name in PRIORITIES],
