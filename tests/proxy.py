@@ -2,9 +2,11 @@
 
 import asyncio
 import random
+import re
 from contextlib import suppress
 
 LOADING = b"-LOADING Redis is loading the dataset in memory\r\n"
+COMMAND = re.compile(rb"(?:^|\r\n)\*[0-9]+(?=\r\n)")  # the head of one; clients send several at once
 
 
 class Proxy:
@@ -94,7 +96,7 @@ class Proxy:
                 self.lose, self._lost = None, True
             if self.loading:
                 self.loadings += 1
-                writer.write(LOADING * data.count(b"*", 0, 1))
+                writer.write(LOADING * len(COMMAND.findall(data)))
             else:
                 forth.write(data)
 
