@@ -23,7 +23,6 @@ NOT_SHOWN = {
         "gllm_start_time_seconds",
         "gllm_worker_info",
         "gllm_engine_steps_total",
-        "gllm_prefix_cache_prompt_tokens_total",
     ),
     *("gllm_jobs_released_total", "gllm_metrics_errors_total"),
 }
