@@ -4,6 +4,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
+import redis.exceptions as errors
 
 from gllm.client import Client
 from gllm.keys import Keys
@@ -63,3 +64,19 @@ async def test_cancelled_task_may_still_cancel_its_job(redis_url: str, keys: Key
         task.cancel()
         async with asyncio.timeout(5):
             assert await task
+
+
+async def test_client_ends_when_redis_py_swallows_its_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost(*_: object) -> None:
+        raise errors.ConnectionError(await swallow())
+
+    monkeypatch.setattr(Client, "_read", lost)
+    monkeypatch.setattr(Client, "_shard_count", lost)
+    async with Client("redis://127.0.0.1:1/0") as client:
+        tasks = [asyncio.create_task(call) for call in (client.submit(prompt="x"), client.result("x"))]
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        done, _ = await asyncio.wait(tasks, timeout=5)
+        assert done == set(tasks)
+        assert all(task.cancelled() for task in tasks)
