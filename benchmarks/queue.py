@@ -35,7 +35,7 @@ SECTIONS = {
     "plain": "plain: fenced and exactly once, against an XADD per token",
 }
 BUSY_LOAD = 0.5  # processes that wait for a processor, over the last minute
-QUICK_STREAMS = queue_streams.Sizes(few=4, many=8, window=0.3, settle=0.1, rest=0.5)
+QUICK_STREAMS = queue_streams.Sizes(few=4, many=8, window=0.3, settle=0.1)
 QUICK_JOBS = queue_jobs.Sizes(starts=4, leases=(0.5,), jobs=40, crowds=(1, 2))
 
 

@@ -22,7 +22,6 @@ from worker.logs import READY
 ROOT = Path(__file__).resolve().parent.parent
 READY_SECONDS = 30.0
 STOP_SECONDS = 15.0
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Cost(Struct, frozen=True):
@@ -79,8 +78,8 @@ def bench(directory: Path, server: str | None, model: str) -> Iterator[Bench]:
 
 def processor_seconds(pid: int) -> float:
     """Seconds that a process, all its threads and none of its children have computed."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 class Worker:

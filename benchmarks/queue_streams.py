@@ -138,6 +138,8 @@ class Streams:
         after = self._bench.cost(writer, command)
         summary = readers.summary(START_SECONDS)
         waits = sorted(self._stamps.waits(before.at, after.at))
+        if not waits:
+            raise RuntimeError("the machine is so busy that all replies had ended before anything was measured")
         entries = summary.tokens / summary.entries
         return _round(waits, before, after, entries, self._bytes(spec) / summary.tokens)
 
