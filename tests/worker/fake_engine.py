@@ -42,9 +42,12 @@ class FakeEngine:
         tokens_per_step: int = 1,
         prompt_logprobs: bool = False,
         logprob: float = -0.5,
+        cached_tokens: int = 2,
         **info: object,
     ) -> None:
-        self.info: EngineInfo = engine_info(numerics="fake", max_model_len=4096, capacity_tokens=65536, **info)
+        self.info: EngineInfo = engine_info(
+            **{"numerics": "fake", "max_model_len": 4096, "capacity_tokens": 65536} | info
+        )
         self.stats, self.stats_time = Stats(), time.monotonic()
         self.last_step = time.monotonic()
         self.compiling: str | None = None
@@ -64,7 +67,7 @@ class FakeEngine:
         self.refuse_start: Exception | None = None
         self._step_seconds = step_seconds
         self._per_step = tokens_per_step
-        self._prompt_logprobs, self._logprob = prompt_logprobs, logprob
+        self._prompt_logprobs, self._logprob, self._cached = prompt_logprobs, logprob, cached_tokens
         self._running: dict[str, tuple[Request, int]] = {}
         self._last_words: list[Delta] = []
         self._death: EngineDied | None = None
@@ -118,7 +121,7 @@ class FakeEngine:
                 yield deltas
 
     def _step(self, request: Request, position: int) -> Delta:
-        usage = Usage(prompt_tokens=len(request.tokens), cached_tokens=2)
+        usage = Usage(prompt_tokens=len(request.tokens), cached_tokens=self._cached)
         if request.id in self.refuse:
             del self._running[request.id]
             refusal, error = self.refuse[request.id]

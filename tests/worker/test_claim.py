@@ -101,7 +101,7 @@ async def test_cancel_before_the_start_ends_the_job(bench: QueueBench) -> None:
 
 async def test_passed_deadline_ends_the_job_with_what_was_published_counted(bench: QueueBench) -> None:
     first, second = await bench.worker("first"), await bench.worker("second")
-    job = await bench.one(first, deadline=await now_ms(bench.redis) + 200)
+    job = await bench.one(first, deadline=await now_ms(bench.redis) + 600)
     await publish(first, job, 0, 3)
     await bench.die(first)
     await until(lambda: _passed(bench, job.deadline_ms or 0), "the deadline")

@@ -1,4 +1,4 @@
-"""More that a server may do to its workers: cut lines, forget everything, keep keys that are not what they should be."""
+"""More that a server may do to its workers: cut lines, forget everything, hold keys of other types."""
 
 import asyncio
 import time

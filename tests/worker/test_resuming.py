@@ -1,0 +1,82 @@
+"""What `start` and `resume` say when a job changes hands, and what its usage counts in the end."""
+
+import pytest
+
+from gllm.protocol import Done, Resume
+from tests.servers import first_kind
+from tests.worker.fake_engine import FakeEngine, script
+from tests.worker.service_bench import Reply, ServiceBench
+
+HELLO = [3 + byte for byte in b"hello"]
+
+
+@pytest.fixture
+def server_kind() -> str:
+    """One kind of server is enough here: nothing depends on it."""
+    return first_kind()
+
+
+async def taken_over(crew: ServiceBench, first: FakeEngine, second: FakeEngine, published: int = 10) -> Reply:
+    """A reply that a second engine goes on with, after the first has published so many tokens."""
+    worker = await crew.start(engine=first)
+    await crew.submit("a", max_tokens=60)
+    if published:
+        await crew.published("a", published)
+    else:
+        await crew.until_async(lambda: crew.bench.redis.exists(crew.bench.keys.out("a")), "the start of the reply")
+    await worker.kill()
+    await crew.start(engine=second)
+    reply = await crew.reply("a")
+    assert reply.ids == script(HELLO, 60)
+    return reply
+
+
+async def test_job_that_was_started_and_has_no_token_is_resumed_from_0(crew: ServiceBench) -> None:
+    reply = await taken_over(crew, FakeEngine(tokens_per_step=0), FakeEngine(), published=0)
+
+    assert reply.start is not None
+    (resume,) = reply.resumes
+    assert (resume.first, resume.exact, resume.attempt) == (0, True, 2)
+    assert reply.events[1] == resume
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "exact"),
+    [
+        ({}, {}, True),
+        ({"numerics": "a CPU"}, {"numerics": "another one"}, False),
+        ({"deterministic": False}, {"deterministic": False}, False),
+    ],
+    ids=["the same", "other numerics", "not deterministic"],
+)
+async def test_resume_is_exact_between_engines_that_compute_alike(
+    crew: ServiceBench, first: dict[str, object], second: dict[str, object], exact: bool
+) -> None:
+    reply = await taken_over(crew, FakeEngine(step_seconds=0.01, **first), FakeEngine(**second))
+
+    assert [resume.exact for resume in reply.resumes] == [exact]
+    assert reply.resumes[0].first >= 10
+
+
+async def test_resume_is_not_exact_when_nobody_knows_who_made_the_published_tokens(crew: ServiceBench) -> None:
+    worker = await crew.start(engine=FakeEngine(step_seconds=0.01))
+    await crew.submit("a", max_tokens=60)
+    await crew.published("a", 10)
+    await worker.kill()
+    await crew.bench.redis.delete(crew.bench.keys.out("a"))
+    await crew.start()
+    await crew.until_ended("a")
+
+    resume, *_, end = await crew.bench.events("a")
+    assert isinstance(resume, Resume)
+    assert (resume.first >= 10, resume.exact) == (True, False)
+    assert isinstance(end, Done)
+    assert end.usage.completion_tokens == 60
+
+
+async def test_usage_is_that_of_the_whole_reply_and_cached_tokens_that_of_its_first_start(crew: ServiceBench) -> None:
+    reply = await taken_over(crew, FakeEngine(step_seconds=0.01), FakeEngine(cached_tokens=5))
+
+    assert isinstance(reply.end, Done)
+    usage = reply.end.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (5, 60, 2)
