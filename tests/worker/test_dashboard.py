@@ -19,12 +19,14 @@ UNITS = {"short", "s", "ops", "percentunit", "bytes"}  # of those that Grafana k
 FROM_PROMETHEUS = {"job", "instance"}
 # Said better by something else on the dashboard, or of no use in a graph.
 NOT_SHOWN = {
-    *(
-        "gllm_start_time_seconds",
-        "gllm_worker_info",
-        "gllm_engine_steps_total",
-    ),
-    *("gllm_jobs_released_total", "gllm_metrics_errors_total"),
+    f"gllm_{name}"
+    for name in (
+        "start_time_seconds",
+        "worker_info",
+        "engine_steps_total",
+        "jobs_released_total",
+        "metrics_errors_total",
+    )
 }
 
 
