@@ -9,10 +9,10 @@ import pytest
 import structlog
 
 from gllm.client import Client
-from gllm.connection import connect
+from gllm.connection import connect, connect_sync
 from gllm.keys import Keys
 from gllm.reply import Result
-from tests.redis_kinds import SERVICE, Cluster, Sentinels, TlsServer, certify, speaks_tls
+from tests.redis_kinds import SERVICE, Cluster, Sentinels, TlsServer, certify, speaks_tls, until
 from tests.servers import Server, binaries
 from tests.worker.fake_engine import FakeEngine, script, text_of
 from tests.worker.queue_bench import QueueBench
@@ -117,6 +117,8 @@ async def test_failover_behind_a_sentinel_heals_for_client_and_worker(
         await asyncio.to_thread(sentinels.start)
         await crew.until(lambda: worker.ready, "the worker")
         reader = await long_job(crew, client, wait_replicas=1)
+        plain = connect_sync(sentinels.url)
+        plain.ping()
 
         await asyncio.to_thread(sentinels.wait_watched)
         sentinels.one.stop(kill=True)
@@ -126,6 +128,10 @@ async def test_failover_behind_a_sentinel_heals_for_client_and_worker(
         await whole(crew, worker, reader)
         async with asyncio.timeout(10):
             assert (await client.result(await submitting)).ids == script(HELLO, 4)
+        await asyncio.to_thread(
+            until, lambda: plain.info("replication")["role"] == "master", "the plain client to heal"
+        )
+        plain.close()
         assert await worker.stop() == OK
 
 
@@ -138,8 +144,11 @@ async def test_cluster_takeover_and_move_of_the_slot_heal_for_client_and_worker(
         await asyncio.to_thread(cluster.start)
         await crew.until(lambda: worker.ready, "the worker")
         reader = await long_job(crew, client, wait_replicas=1)
+        plain = connect_sync(cluster.url, queue=queue_name)
+        assert plain.exists(crew.bench.keys.meta)
         await asyncio.to_thread(cluster.take_over)
         await whole(crew, worker, reader)
+        await asyncio.to_thread(until, lambda: plain.exists(crew.bench.keys.meta), "the plain client to heal")
 
         reader = await long_job(crew, client)
         cluster.begin_move()
@@ -151,6 +160,8 @@ async def test_cluster_takeover_and_move_of_the_slot_heal_for_client_and_worker(
         assert cluster.left() == []
         cluster.end_move()
         await whole(crew, worker, reader)
+        await asyncio.to_thread(until, lambda: plain.exists(crew.bench.keys.meta), "the plain client to heal again")
+        plain.close()
         assert await worker.stop() == OK
 
 
