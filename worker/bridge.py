@@ -204,6 +204,14 @@ class Bridge:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode_frame(command))
 
+    async def _status(self) -> int | None:
+        """The exit status of a process that has hung up. One that stays for all that is killed."""
+        assert self._process is not None
+        if not await self._ends(self._process):
+            self.kill()
+            await self._ends(self._process)
+        return self._process.returncode
+
     async def _ends(self, process: asyncio.subprocess.Process) -> bool:
         """Whether the process ends within the time it gets."""
         try:
@@ -217,9 +225,7 @@ class Bridge:
             header = await self._reader.readexactly(HEADER_BYTES)
             body = await self._reader.readexactly(int.from_bytes(header, "big"))
         except (asyncio.IncompleteReadError, ConnectionError):
-            assert self._process is not None
-            status = await self._process.wait()
-            raise EngineDied(f"the engine's process ended with status {status}", self.in_flight) from None
+            raise EngineDied(f"the engine's process ended with status {await self._status()}", self.in_flight) from None
         report = report_decoder.decode(body)
         if isinstance(report, Failed):
             if report.refused:

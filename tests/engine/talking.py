@@ -14,7 +14,7 @@ WAIT_SECONDS = 20.0
 
 # An engine process that breaks on request: ids say what happens in the step that they are in.
 _BROKEN_CHILD = f"""#!{sys.executable}
-import os, sys, time
+import os, subprocess, sys, time
 sys.path.insert(0, {ROOT!r})
 from engine import child, runner
 
@@ -27,6 +27,10 @@ def broken(self, plan):
             compiled.add(name)
             self.on_compile("a kernel for " + name)
             time.sleep(1.5)
+    if any(name.startswith("spawn") for name in ids):
+        subprocess.Popen(["sleep", "10"])
+    if any(name.startswith("hang up") for name in ids):
+        os.close(int(sys.argv[-1]))
     if any(name.startswith("hang") for name in ids):
         time.sleep(600)
     if any(name.startswith("raise") for name in ids):

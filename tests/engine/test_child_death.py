@@ -98,6 +98,27 @@ async def test_a_killed_child_names_what_it_was_at(breakable, config, how):
     await talk.close()
 
 
+async def test_a_child_that_hangs_up_and_stays_is_not_waited_for(breakable, config, monkeypatch):
+    monkeypatch.setattr("worker.bridge.STOP_SECONDS", 0.2)
+    talk = Talk()
+    await talk.start(config)
+    talk.bridge.add(request("hang up", PROMPT))
+    await talk.until(lambda: talk.died)
+    assert (str(talk.died), talk.died.in_flight) == ("the engine's process ended with status -9", ["hang up"])
+    await talk.close()
+
+
+async def test_a_closed_child_is_not_waited_for_by_way_of_what_it_has_started(breakable, config):
+    """A compiler, say, that holds the child's output open."""
+    talk = Talk()
+    await talk.start(config)
+    talk.bridge.add(request("spawn", PROMPT, SamplingParams(max_tokens=1)))
+    await talk.ended("spawn")
+    began = time.monotonic()
+    await talk.close()
+    assert time.monotonic() - began < 6
+
+
 def alive(pid: int) -> bool:
     """Whether a process still runs; one that only waits to be reaped does not."""
     try:
