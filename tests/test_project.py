@@ -175,8 +175,14 @@ def run_ci(folder: Path, **programs: str) -> subprocess.CompletedProcess[str]:
 
 def test_ci_script_is_executable_and_runs_make_test(tmp_path: Path) -> None:
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
-    done = run_ci(tmp_path, redis_server="echo v=7", make='echo "made $*"')
+    done = run_ci(tmp_path, redis_server="echo v=7", promtool="exit 0", make='echo "made $*"')
     assert (done.returncode, done.stdout, done.stderr) == (0, "v=7\nmade test\n", "")
+
+
+def test_ci_script_says_loudly_that_promtool_is_missing_and_goes_on(tmp_path: Path) -> None:
+    done = run_ci(tmp_path, redis_server="echo v=7", make='echo "made $*"')
+    assert (done.returncode, done.stdout) == (0, "v=7\nmade test\n")
+    assert "THE ALERT RULES ARE NOT TESTED" in done.stderr
 
 
 def test_ci_script_fails_when_the_tests_do(tmp_path: Path) -> None:
