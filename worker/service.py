@@ -31,6 +31,7 @@ from worker.running import Clients, Running, Shutdown
 from worker.startup import Model, RedisRefused, begin_aside, join_queue, load_model
 
 OK, FAILED, REFUSED = 0, 1, 2  # exit status: ended as asked; died with work to do; could not even start
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PHASE_SECONDS = 0.1  # how soon the end of a loading phase is logged
 T = TypeVar("T")
 BELL_TIMEOUT = BLOCK_MS / 1000 + 2.0  # a blocking read must outlast its BLOCK
@@ -48,10 +49,13 @@ def run(settings: Settings) -> int:
 
 
 async def _run(settings: Settings) -> tuple[int, bool]:
-    service = Service(settings)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, service.shutdown.signal)
-    return await service.run(), service.loading
+    service, loop = Service(settings), asyncio.get_running_loop()
+    for number in SIGNALS:  # the loop would take its own handlers along, and a second signal would kill us
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(service.shutdown.signal))
+    status = await service.run()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    return status, service.loading
 
 
 class Service:

@@ -1,10 +1,10 @@
 """A run: a server that keeps what it acknowledged, a crew of workers, clients, disturbances, and the verdict."""
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count, pairwise, starmap
 from pathlib import Path
 
 import redis
@@ -27,7 +27,7 @@ SMALL = ("--max-sequences", "6", "--kv-blocks", "80")  # so few that jobs are pr
 FLAGS = ("--threads", "1", "--device", "cpu", "--grace", "0.5", *SMALL)
 ENGINE = {"threads": 1, "device": "cpu", "prefix_cache": True, "max_sequences": 64, "kv_blocks": 2000}
 LEASE_SECONDS = 1.0
-CALM_SECONDS = 45.0  # for all jobs to end when nothing disturbs them any more
+CALM_SECONDS = 60.0  # for all jobs to end when nothing disturbs them any more
 EVENTS = ("redis_lost", "self_fenced", "job_fenced", "job_redelivered", "job_resumed", "job_released", "job_repaired")
 REAP_LEASES = 25  # for the consumers of killed workers to be reaped: ten, and the pause of a reaper
 
@@ -66,7 +66,7 @@ class Arena:
         self._crew = Crew(plan.workers, begin, directory, self._diary)
         self._disturber = Disturber(plan.seed, self._crew, server, LEASE_SECONDS, self._diary)
         self._clients = Clients(server.url, queue, self._next_case, self._diary)
-        self._numbers = itertools.count()
+        self._numbers = count()
         self._submitted = 0
         self._calm = False
 
@@ -145,6 +145,10 @@ class Arena:
         names = {item["name"].decode() for stream in streams for item in client.xinfo_consumers(stream, GROUP)}
         return sorted(name for name in names - {"-released"} if not any(pid in name for pid in living))
 
+    def _silence(self, witness: Witness) -> float:
+        """The longest time, with workers there, between two events of a reply that had begun."""
+        return max(starmap(self._crew.served, pairwise(when for when, _ in witness.heard)), default=0.0)
+
     def _title(self) -> str:
         witnesses, done = self._clients.witnesses, Counter(self._disturber.done)
         counts = {
@@ -152,6 +156,7 @@ class Arena:
             "tokens": sum(len(witness.ids) for witness in witnesses),
             "resumes": sum(len(witness.resumes) for witness in witnesses),
             "hang-ups": sum(witness.hangups for witness in witnesses),
+            "longest silence": f"{max(map(self._silence, witnesses), default=0.0):.1f} s",
             "workers": len(self._crew.everybody),
             "seconds": round(self._diary.seconds, 1),
         }

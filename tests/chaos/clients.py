@@ -13,7 +13,7 @@ from tests.chaos.session import Session
 from tests.chaos.witness import Witness
 from tests.chaos.workload import Case
 
-SILENCE_SECONDS = 40.0  # without any event of a reply; no disturbance lasts so long
+RESULT_SECONDS = 60.0  # for a reply that has ended, from a server that may be away
 PATIENCE_SECONDS = 30.0  # with a server that is away
 JOIN_SECONDS = 5.0
 
@@ -92,7 +92,7 @@ class Clients:
                     case "read":
                         await self._read(client, session)
                     case "look back" if not isinstance(session.witness.terminals[0], Error):
-                        session.compare(await client.result(session.case.id, timeout=SILENCE_SECONDS))
+                        session.compare(await client.result(session.case.id, timeout=RESULT_SECONDS))
                     case "hang up":
                         await client.aclose()
                         client = gllm.Client(*self._place, patience=PATIENCE_SECONDS)
@@ -101,7 +101,7 @@ class Clients:
 
     async def _read(self, client: gllm.Client, session: Session) -> None:
         last, characters = session.witness.place
-        stream = client.stream(session.case.id, last, characters=characters, timeout=SILENCE_SECONDS)
+        stream = client.stream(session.case.id, last, characters=characters)
         async with aclosing(stream) as replies:
             async for reply in replies:
                 if session.take(reply):
@@ -128,7 +128,7 @@ class Clients:
                     case "read":
                         self._read_blocking(client, session)
                     case "look back" if not isinstance(session.witness.terminals[0], Error):
-                        session.compare(client.result(session.case.id, timeout=SILENCE_SECONDS))
+                        session.compare(client.result(session.case.id, timeout=RESULT_SECONDS))
                     case "hang up":
                         client.close()
                         client = gllm.SyncClient(*self._place, patience=PATIENCE_SECONDS)
@@ -137,7 +137,7 @@ class Clients:
 
     def _read_blocking(self, client: gllm.SyncClient, session: Session) -> None:
         last, characters = session.witness.place
-        stream = client.stream(session.case.id, last, characters=characters, timeout=SILENCE_SECONDS)
+        stream = client.stream(session.case.id, last, characters=characters)
         with closing(stream) as replies:
             for reply in replies:
                 if session.take(reply):
