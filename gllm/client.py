@@ -215,9 +215,10 @@ class Client:
         pipeline = self._redis.pipeline(transaction=False)
         for stream in self._keys.streams(shards):
             pipeline.xlen(stream)
-        waiting = sum(await _answers(pipeline))
-        if waiting >= self._max_queue:
-            raise QueueFull(f"queue {self._keys.queue}: {waiting} unfinished jobs, max_queue is {self._max_queue}")
+        pipeline.zcard(self._keys.delayed)  # those that wait for their time are in no stream meanwhile
+        unfinished = sum(await _answers(pipeline))
+        if unfinished >= self._max_queue:
+            raise QueueFull(f"queue {self._keys.queue}: {unfinished} unfinished jobs, max_queue is {self._max_queue}")
 
     async def _on_redis_clock(self, entry: dict[str, Any]) -> dict[str, Any]:
         """Makes moments of the times that are given as a wait from now."""

@@ -31,6 +31,7 @@ class Proxy:
         self.cut = 0.0
         self.delay = 0.0
         self.cuts = 0
+        self.delay = 0.0
         self.lose: bytes | None = None
         self._lost = False
 
@@ -103,6 +104,7 @@ class Proxy:
     async def _down(self, back: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await back.read(65536):
             await self._open.wait()
+            await asyncio.sleep(self.delay)
             await asyncio.sleep(self.delay)
             if self._lost or self._random.random() < self.cut:
                 self.cuts, self._lost = self.cuts + 1, False

@@ -175,7 +175,7 @@ async def test_client_submit_counts_times_on_redis_clock(client: Client, raw: re
 async def test_client_submit_refuses_a_full_queue(redis_url: str, raw: redis.Redis, keys: Keys) -> None:
     async with Client(redis_url, keys.queue, max_queue=2) as client:
         await client.submit(prompt="x", priority="low")
-        await client.submit(prompt="x", priority="high")
+        raw.zadd(keys.delayed, {"later": 4_000_000_000_000})
         with pytest.raises(QueueFull, match="2 unfinished jobs, max_queue is 2"):
             await client.submit(prompt="x")
     assert raw.xlen(keys.jobs("normal", 0)) == 0

@@ -1,8 +1,9 @@
 """The client when Redis refuses, is replaced, loses an answer or has fewer copies than asked for: healed, or said."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,28 @@ async def test_client_compares_what_it_has_read_when_its_connection_broke_betwee
         with pytest.raises(Rewound, match="token 1 was 2 and is now 9"):
             async with asyncio.timeout(10):
                 await anext(stream)
+
+
+async def test_client_that_gives_up_reads_in_flight_never_gets_the_reply_of_another(
+    proxy: Proxy, own_server: Server, queue_name: str
+) -> None:
+    """A cancelled command leaves its answer in the connection; who takes that connection next must not read it."""
+    jobs = {f"job{number}": f"text of {number}" for number in range(30)}
+    with connect_sync(own_server.url) as raw:
+        for job_id, text in jobs.items():
+            scribe = Scribe(raw, Keys(queue_name), job_id)
+            scribe.tokens(0, 0, [1], text)
+            scribe.done(1)
+    proxy.delay, rng = 0.005, random.Random(1)
+
+    async def read(client: Client, job_id: str) -> str:
+        while True:
+            with suppress(TimeoutError):
+                return (await client.result(job_id, timeout=rng.uniform(0.0, 0.1))).text
+
+    async with Client(proxy.url, queue_name) as client, asyncio.timeout(20):
+        texts = await asyncio.gather(*(read(client, job_id) for job_id in jobs))
+    assert dict(zip(jobs, texts, strict=True)) == jobs
 
 
 async def test_client_stream_keeps_its_timeout_while_redis_is_away(queue_name: str) -> None:
