@@ -30,15 +30,19 @@ def test_interval_reports_what_happened_in_it_and_nothing_before() -> None:
     source.time += 2.0
     source.stats = Stats(
         prefix_hit_tokens=130, prefix_prompt_tokens=140, prompt_tokens=10, generation_tokens=27, preemptions=1,
-        running=2, waiting=5, steps=8,
+        running=2, waiting=5, steps=8, step_ns=1_500_000_000, step_host_ns=250_000_000, blocks_live=3, blocks_free=1,
     )  # fmt: skip
     assert perf.interval() == {
         "seconds": 2.0,
         "steps": 5,
+        "busy": 0.75,
+        "step_seconds": 0.3,
+        "step_host_seconds": 0.05,
         "prompt_tokens_per_second": 5.0,
         "generation_tokens_per_second": 10.0,
         "prefix_cache_hit_tokens": 30,
         "prefix_cache_hit_rate": 0.75,
+        "kv_use": 0.75,
         "preemptions": 1,
         "running": 2,
         "waiting": 5,
@@ -53,6 +57,15 @@ def test_interval_without_admissions_has_no_hit_rate() -> None:
     numbers = perf.interval()
     assert numbers["prefix_cache_hit_rate"] is None
     assert numbers["prefix_cache_hit_tokens"] == 0
+
+
+def test_interval_without_steps_or_a_pool_divides_nothing() -> None:
+    source = Snapshots()
+    perf = source.perf()
+    source.time += 1.0
+    numbers = perf.interval()
+    assert (numbers["step_seconds"], numbers["step_host_seconds"], numbers["kv_use"]) == (None, None, None)
+    assert (numbers["busy"], numbers["steps"]) == (0, 0)
 
 
 def test_intervals_add_up_to_the_totals() -> None:
