@@ -201,7 +201,7 @@ def main(descriptor: int) -> int:
     try:
         return _serve(channel)
     except ParentGoneError:
-        return 1
+        os._exit(1)  # nobody is left to tell; the interpreter's own way out takes a loaded torch a second
 
 
 def _serve(channel: Channel) -> int:

@@ -42,6 +42,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)  # where our packages are, al
 ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "THP_MEM_ALLOC_ENABLE": "1"}
 CHILD = "engine.child"  # the module that is the engine's process; a benchmark puts a stand-in here
 STOP_SECONDS = 5.0  # a step may still be running when the child is told to stop; as long when it was killed
+POLL_SECONDS = 0.01  # how soon the end of a process is seen
 OUTPUT_SECONDS = 1.0  # for the last lines of a process that has ended
 _log = structlog.get_logger("gllm")
 
@@ -166,6 +167,7 @@ class Bridge:
         for task in late:  # somebody else has its output open: a compiler that it had started
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
+        self._process._transport.close()  # type: ignore[attr-defined]  # nothing public closes a pipe that is still open
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -213,12 +215,11 @@ class Bridge:
         return self._process.returncode
 
     async def _ends(self, process: asyncio.subprocess.Process) -> bool:
-        """Whether the process ends within the time it gets."""
-        try:
-            await asyncio.wait_for(process.wait(), STOP_SECONDS)
-        except TimeoutError:
-            return False
-        return True
+        """Whether the process ends within the time it gets. (`wait` would wait for its output to be closed, too.)"""
+        end = time.monotonic() + STOP_SECONDS
+        while process.returncode is None and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_SECONDS)
+        return process.returncode is not None
 
     async def _receive(self) -> Report:
         try:

@@ -116,7 +116,7 @@ async def test_a_closed_child_is_not_waited_for_by_way_of_what_it_has_started(br
     await talk.ended("spawn")
     began = time.monotonic()
     await talk.close()
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 4
 
 
 def alive(pid: int) -> bool:
