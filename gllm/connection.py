@@ -34,6 +34,7 @@ from gllm.urls import Target, redact, target_of
 __all__ = ["connect", "connect_sync", "redact"]
 
 CONNECT_SECONDS = 5.0  # a host that swallows packets is found out in this time, however long a blocking read may take
+ASK_SECONDS = 1.0  # a sentinel or a node that is dead must not keep us long from the next one
 MAX_CONNECTIONS = 10_000  # redis-py 8 stops at 100, and each reader holds one
 TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 ASYNC_LINKS = {"tcp": AsyncLink, "tls": AsyncTlsLink, "unix": AsyncUnixLink}
@@ -125,5 +126,10 @@ def _directory(target: Target, queue: str | None) -> Directory | None:
 
 
 def _asking(target: Target, options: Options) -> Options:
-    of_servers = ("username", "password", "db", "client_name") if target.kind == "sentinel" else ()
-    return {name: value for name, value in options.items() if name not in {"host", "port", *of_servers}} | target.user
+    """The options of connections that ask: those of the servers but for their place, and for sentinels their user."""
+    others = {"host", "port"} | (
+        {"username", "password", "db", "client_name"} if target.kind == "sentinel" else set[str]()
+    )
+    asking = {name: value for name, value in options.items() if name not in others}
+    seconds = min(ASK_SECONDS, options["socket_timeout"])
+    return asking | {"socket_timeout": seconds, "socket_connect_timeout": seconds} | target.user

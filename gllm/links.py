@@ -46,8 +46,9 @@ class _Belief:
     def forget(self, error: RedisError | None = None, host: str = "") -> None:
         """The server is not where it was thought to be; what the error says of its place is not lost."""
         self._address = None
+        self.directory.distrust()
         if error is not None and (named := REDIRECTION.search(str(error))):
-            self.directory.hint(Address(named["host"] or host, int(named["port"])))
+            self.directory.prefer(Address(named["host"] or host, int(named["port"])))
 
     def held(self, since: float) -> Address | None:
         """The address if it is fresh. Raises what another asked for in vain after `since`, when ours began."""
@@ -55,14 +56,18 @@ class _Belief:
             raise ConnectionError(str(self._error)) from self._error
         return self._address if time.monotonic() < self._asked + BELIEVED_SECONDS else None
 
-    def learn(self, address: Address | None, errors: list[RedisError]) -> Address:
+    def learned(self, address: Address, by: Address) -> Address:
+        self.directory.prefer(by)
         self._address, self._asked, self._error = address, time.monotonic(), None
-        if address is not None:
-            return address
+        return address
+
+    def failed(self, errors: list[RedisError]) -> RedisError:
+        """What to raise when none of those that were asked knew."""
         lasting = [error for error in errors if not is_transient(error)]
         refused = lasting and len(lasting) == len(errors)  # one of them that is set up wrongly is no reason to give up
         self._error = lasting[0] if refused else ConnectionError("; ".join(map(str, errors)))
-        raise self._error
+        self._asked = time.monotonic()
+        return self._error
 
 
 class AsyncFinder(_Belief):
@@ -82,10 +87,10 @@ class AsyncFinder(_Belief):
         errors: list[RedisError] = []
         for address in self.directory.to_ask():
             try:
-                return self.learn(self.directory.read(address, await self._ask(address)), errors)
+                return self.learned(self.directory.read(address, await self._ask(address)), address)
             except RedisError as error:
                 errors.append(error)
-        return self.learn(None, errors)
+        raise self.failed(errors)
 
     async def _ask(self, address: Address) -> Any:
         connection = self._make(address)
@@ -114,10 +119,10 @@ class Finder(_Belief):
         errors: list[RedisError] = []
         for address in self.directory.to_ask():
             try:
-                return self.learn(self.directory.read(address, self._ask(address)), errors)
+                return self.learned(self.directory.read(address, self._ask(address)), address)
             except RedisError as error:
                 errors.append(error)
-        return self.learn(None, errors)
+        raise self.failed(errors)
 
     def _ask(self, address: Address) -> Any:
         connection = self._make(address)

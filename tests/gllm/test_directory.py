@@ -6,7 +6,7 @@ import pytest
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from gllm.directory import ClusterDirectory, SentinelDirectory
+from gllm.directory import ClusterDirectory, Directory, SentinelDirectory
 from gllm.keys import Keys
 from gllm.urls import Address
 
@@ -41,10 +41,12 @@ def test_sentinel_of_other_services_says_which() -> None:
 
 
 @pytest.mark.parametrize("directory", [SentinelDirectory([A, B, C], "main"), ClusterDirectory([A, B, C], "q")])
-def test_each_is_asked_first_in_turn(directory: SentinelDirectory | ClusterDirectory) -> None:
-    orders = [directory.to_ask() for _ in range(4)]
-    assert [order[0] for order in orders] == [A, B, C, A]
-    assert all(sorted(order) == [A, B, C] for order in orders)
+def test_one_that_answers_is_asked_first_until_it_is_distrusted(directory: Directory) -> None:
+    assert directory.to_ask() == [A, B, C]
+    directory.prefer(B)
+    assert directory.to_ask() == [B, A, C]
+    directory.distrust()
+    assert directory.to_ask() == [A, C, B]
 
 
 @pytest.mark.parametrize("queue", ["chat", "batch", "default", "a", "b"])
@@ -76,9 +78,3 @@ def test_cluster_learns_its_nodes_and_forgets_those_that_left_but_never_its_seed
     assert sorted(directory.to_ask()) == [A, B, C]
     directory.read(B, [[0, 16383, node(C)]])
     assert sorted(directory.to_ask()) == [A, C]
-
-
-def test_cluster_asks_first_whom_a_redirection_named() -> None:
-    directory = ClusterDirectory([A, B], "q")
-    directory.hint(C)
-    assert directory.to_ask() == [C, A, B]

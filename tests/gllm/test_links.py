@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,7 @@ async def test_many_connections_of_one_moment_ask_once() -> None:
     finder.forget()
     assert await finder.find() == HOME
     assert len(log) == 2
+    assert log[1] != A
 
 
 async def test_many_connections_of_one_moment_fail_once() -> None:
@@ -116,9 +118,11 @@ async def test_search_that_all_refuse_is_over_and_any_other_goes_on(
         assert is_transient(caught.value) is transient
 
 
-async def test_one_that_does_not_answer_is_passed_over() -> None:
+async def test_one_that_does_not_answer_is_passed_over_and_not_asked_first_again() -> None:
     finder, log = async_finder({A: errors.ConnectionError("refused"), B: SLOTS})
     assert (await finder.find(), log) == (HOME, [A, B])
+    finder.held = lambda since: None  # type: ignore[method-assign]: as if some time had passed
+    assert (await finder.find(), log) == (HOME, [A, B, B])
 
 
 @pytest.mark.parametrize("text", ["7 c:9", "MOVED 7 c:9", "ASK 7 c:9", "7 :9"])
@@ -228,3 +232,13 @@ async def test_node_of_a_cluster_by_a_plain_url_names_the_right_kind_of_url() ->
         ) as no:
             await client.get("k")
         assert not is_transient(no.value)
+
+
+async def test_silent_one_is_not_asked_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gllm.connection.ASK_SECONDS", 0.1)
+    began = time.monotonic()
+    promise = b"$5"  # of five bytes that never come
+    async with Answers(promise) as server, connect(f"redis+cluster://{server.address}") as client:
+        with pytest.raises(errors.ConnectionError):
+            await client.get("k")
+    assert time.monotonic() - began < 1
