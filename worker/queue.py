@@ -1,6 +1,7 @@
 """A worker's place at one queue: claim, publish, renew and hand back, under the fence (epoch, worker)."""
 
 import random
+import re
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from worker.replay import PAGE, Replay
 from worker.scripts import Answer, AppendRow, ClaimedRow, FinishRow, LeaseRow, Note, ReleaseRow, Renewal
 
 DEFAULT_SHARDS = 1
+MAX_SHARDS = 256  # as in join.lua
 MAX_ATTEMPTS = 4  # workers that may die with a job before it is given up
 MAX_CLAIMS = 32  # backstop for what no charge catches, like a job that dies after each new token
 MAX_WANT = 16  # jobs a claim: the next worker that asks should find some, too
@@ -24,7 +26,7 @@ SCAN_SECONDS = 1.0  # the scan walks all pending entries: not more often than th
 
 
 class QueueMismatch(Exception):
-    """The queue serves another model, tokenizer or protocol; the message says what to do."""
+    """The queue serves another model, tokenizer or protocol, or its meta is nonsense; the message says what to do."""
 
 
 class Claimed(Struct, frozen=True, kw_only=True):
@@ -135,7 +137,12 @@ class Queue:
                 f"queue {self.keys.queue!r} serves model and tokenizer {meta.model!r}, this worker has {model!r}: "
                 f"use another --queue, or delete the key {self.keys.meta!r} when no other worker serves it"
             )
-        self.shards = meta.shards
+        if not (re.fullmatch("[0-9]{1,3}", meta.shards) and 1 <= int(meta.shards) <= MAX_SHARDS):
+            raise QueueMismatch(
+                f"queue {self.keys.queue!r} has {meta.shards!r} shards: set the field shards of {self.keys.meta!r} to "
+                f"what it was, 1 by default, and {MAX_SHARDS} at most"
+            )
+        self.shards = int(meta.shards)
         return meta.groups_made
 
     async def claim(self, want: int, active: Iterable[str]) -> ClaimReply:

@@ -108,10 +108,10 @@ class Renewal(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """What a queue says of itself. `groups_made`: consumer groups that were missing."""
+    """What a queue says of itself, whatever that is. `groups_made`: consumer groups that were missing."""
 
     version: str
-    shards: int
+    shards: str
     model: str
     groups_made: int
 
@@ -260,8 +260,8 @@ async def release(redis: Redis, base: str, worker: str, lease_ms: int, rows: Seq
 
 async def join(redis: Redis, base: str, version: int, shards: int, model: str) -> Meta:
     """Write or read the queue's meta, and make missing groups when version and model are ours."""
-    got_version, got_shards, got_model, made = await _join(redis, [base], (version, shards, model))
-    return Meta(got_version.decode(), int(got_shards), got_model.decode(errors="replace"), made)
+    *found, made = await _join(redis, [base], (version, shards, model))
+    return Meta(*(text.decode(errors="replace") for text in found), made)
 
 
 async def leave(redis: Redis, base: str, worker: str, streams: Sequence[str]) -> int:

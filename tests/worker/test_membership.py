@@ -40,6 +40,19 @@ async def test_worker_that_does_not_fit_changes_nothing(bench: QueueBench, field
     assert not await bench.redis.exists(*bench.keys.streams(1))
 
 
+@pytest.mark.parametrize("shards", ["0", "x", "-1", "1e9", "257", "1000000000", "٣", b"\xff"])
+async def test_count_of_shards_that_is_none_is_refused_before_a_stream_is_made(
+    bench: QueueBench, shards: str | bytes
+) -> None:
+    """A large one would keep the server making streams, and none at all would leave a worker ready and without work."""
+    await bench.redis.hset(bench.keys.meta, "shards", shards)
+
+    with pytest.raises(QueueMismatch, match="shards: set the field shards of"):
+        await Queue(bench.redis, bench.keys, "w", lease=1).join("digest")
+
+    assert [key async for key in bench.redis.scan_iter(match=f"{bench.keys.base}jobs:*")] == []
+
+
 async def test_joining_again_makes_the_groups_of_every_shard_that_are_missing(bench: QueueBench) -> None:
     await bench.redis.hset(bench.keys.meta, "shards", 2)
     worker = await bench.worker()
