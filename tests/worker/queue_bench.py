@@ -24,7 +24,7 @@ class QueueBench:
         self.redis = redis
         self.keys = keys
 
-    async def worker(self, name: str = "w1", *, lease: float = 0.3, **options: Any) -> Queue:
+    async def worker(self, name: str = "w1", *, lease: float = 1.0, **options: Any) -> Queue:
         """A worker that has joined and has a heartbeat; it scans for expired entries at each claim."""
         queue = Queue(
             self.redis, self.keys, name, lease=lease, scan_seconds=options.pop("scan_seconds", 0.0), **options
