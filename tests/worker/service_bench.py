@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gllm.protocol import Done, Error, ReplyEvent, Resume, Start, Tokens
+from gllm.protocol import TERMINAL_ENTRY_ID, Done, Error, ReplyEvent, Resume, Start, Tokens
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.queue_bench import SECONDS, QueueBench, until
 from tests.worker.text_fixtures import CHATML, byte_level_backend, loaded
@@ -113,6 +113,10 @@ class ServiceBench:
         )
 
     async def _ended(self, job_id: str) -> list[ReplyEvent] | None:
+        """Its events once the last one is there. Asked for often, so a long reply is not read until then."""
+        last = await self.bench.redis.xrevrange(self.bench.keys.out(job_id), count=1)
+        if not last or last[0][0].decode() != TERMINAL_ENTRY_ID:
+            return None
         events = await self.bench.events(job_id)
         return events if events and isinstance(events[-1], Done | Error) else None
 
