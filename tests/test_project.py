@@ -117,7 +117,8 @@ def test_base_install_has_the_client() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["submit"], ["tail"], ["cancel"], ["ps"], ["queue"], ["show"], ["dead", "ls"], ["doctor"]]
+    "command",
+    [[], ["submit"], ["tail"], ["cancel"], ["ps"], ["queue"], ["top"], ["show"], ["dead", "ls"], ["doctor"], ["bench"]],
 )
 def test_base_install_has_the_producers_commands(command: list[str]) -> None:
     done = bare(f"from worker.cli import main; sys.argv = ['gllm', *{command!r}, '--help']; main()")
@@ -129,7 +130,8 @@ def test_base_install_runs_the_commands_of_people() -> None:
     code = """
 import click
 from worker.cli import main
-for line in ("ps", "queue", "show x", "dead ls", "dead retry x", "dead purge x --yes", "doctor", "cancel x"):
+lines = "ps", "queue", "top", "bench", "show x", "dead ls", "dead retry x", "dead purge x --yes", "doctor", "cancel x"
+for line in lines:
     try: main([*line.split(), "--redis", "redis://127.0.0.1:1/0"], standalone_mode=False)
     except click.ClickException as error: assert "refused" in str(error), (line, str(error))
     else: raise AssertionError(line)
@@ -143,6 +145,19 @@ def test_base_install_says_which_extra_a_worker_needs() -> None:
     assert done.returncode != 0
     assert "gllm[worker]" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_base_install_says_which_extra_a_plot_needs() -> None:
+    done = bare("from worker.cli import main; sys.argv = ['gllm', 'bench', '--plot', 'x.png']; main()")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "Error: gllm bench --plot needs matplotlib: pip install 'gllm[bench]'\n",
+    )
+
+
+def test_base_install_has_what_top_and_bench_import_when_they_run() -> None:
+    code = "import worker.commands.bench_run, worker.commands.top_page, worker.commands.top_screen, worker.load.plot"
+    assert bare(code).stderr == ""
 
 
 def test_test_names_are_unique() -> None:

@@ -117,7 +117,8 @@ async def _serve(options: DemoOptions, url: str, queue: str, worker: DemoWorker,
     started = time.monotonic()
     click.echo(f"Starting a worker with {options.model} …")
     await worker.ready(click.echo)
-    click.echo(f"Ready after {time.monotonic() - started:.1f} s.\n")
+    click.echo(f"Ready after {time.monotonic() - started:.1f} s. In another terminal, as long as this runs:\n")
+    click.echo(f"    gllm top --redis {redact(url)} --queue {queue}\n")
     click.echo(
         "Eight chats share one long system prompt. The first goes ahead alone until its first token: only then is"
     )

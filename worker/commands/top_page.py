@@ -55,8 +55,8 @@ def screen(look: Look, watch: Watch, layout: Layout) -> list[str]:
     workers = _some(len(look.workers), _rows_for_workers(layout, len(head), len(look.workers)))
     lines = [*head, *_workers(look.workers[:workers], len(look.workers), watch, layout.to), ""]
     jobs = ordered(look.jobs.jobs, watch, layout.order)
-    room = len(jobs) if layout.height is None else layout.height - len(lines) - 1
-    return [*lines, *_jobs(jobs[: _some(len(jobs), room)], look, watch, layout.to)]
+    room = len(jobs) + 1 if layout.height is None else layout.height - len(lines) - 1
+    return [*lines, *_jobs(jobs[: _some(len(jobs) + look.jobs.hidden, room)], look, watch, layout.to)]
 
 
 def ordered(jobs: Sequence[JobRow], watch: Watch, order: Order) -> list[JobRow]:
@@ -79,7 +79,8 @@ def as_json(look: Look, watch: Watch, order: Order) -> dict[str, Any]:
         {**msgspec.structs.asdict(job), "tokens_per_second": _rounded(watch.job(job))}
         for job in ordered(jobs.jobs, watch, order)
     ]
-    rates = {**_asdict(watch.all()), "hit_rate_total": _rounded(watch.hit_rate_total())}
+    live = {"running_tokens_per_second": _rounded(watch.running())}
+    rates = {**_asdict(watch.all()), **live, "hit_rate_total": _rounded(watch.hit_rate_total())}
     about = {"queue": view.queue, "now_ms": look.now_ms, "dead": view.dead, "problems": view.problems}
     return {**about, **counts, **rates, "workers": workers, "jobs": rows}
 
@@ -105,11 +106,15 @@ def _head(look: Look, watch: Watch) -> list[tuple[str, str | Cell | None]]:
         ("workers", Cell(alive, None if view.workers_alive else "red")),
         ("jobs", f"{jobs.held - jobs.orphaned:,} running, {waiting}"),
         *((name, Cell(f"{count:,}", "yellow")) for name, count in rare.items() if count),
-        ("tokens/s", f"{_speed(rates.tokens_per_second)} out, {_speed(rates.prompt_tokens_per_second)} of prompts"),
+        ("tokens/s", f"{_speed(watch.running())} of the running jobs; {_rates(rates)} by the last heartbeats"),
         ("hit rate", f"{_percent(rates.hit_rate)} of the last minute, {_percent(total)} since the workers' start"),
         ("kv cache", _kv(engines)),
         *(("problem", Cell(problem, "red")) for problem in view.problems),
     ]
+
+
+def _rates(rates: Rates) -> str:
+    return f"{_speed(rates.tokens_per_second)} out and {_speed(rates.prompt_tokens_per_second)} of prompts"
 
 
 def _kv(engines: list[EngineView]) -> str | None:

@@ -71,17 +71,22 @@ class Watch:
         self._engines = History[EngineView](HITS_MS)
         self._jobs = History[int](JOB_MS)
         self._alive: dict[str, EngineView] = {}
+        self._running: dict[Hashable, int] = {}
 
     def take(self, look: Look) -> None:
         alive = [(row, row.engine) for row in look.workers if row.state == "alive" and row.engine]
         self._alive = {row.name: engine for row, engine in alive}
         self._engines.add((row.name, look.now_ms - (row.heartbeat_ms or 0), engine) for row, engine in alive)
-        self._jobs.add((_key(job), look.now_ms, job.tokens) for job in look.jobs.jobs if job.state == "running")
+        self._running = {_key(job): job.tokens for job in look.jobs.jobs if job.state == "running"}
+        self._jobs.add((key, look.now_ms, tokens) for key, tokens in self._running.items())
 
     def job(self, job: JobRow) -> float | None:
         """Tokens a second; None for a job that has not been seen to run twice."""
-        span = self._jobs.span(_key(job), JOB_MS)
-        return None if span is None else max(0, span[2] - span[1]) * 1000 / span[0]
+        return self._job_rate(_key(job))
+
+    def running(self) -> float | None:
+        """Tokens a second of all jobs that run now and were seen to do so before: fresher than heartbeats, and less."""
+        return _sum(self._job_rate(key) for key in self._running)
 
     def worker(self, name: str) -> Rates:
         span = self._engines.span(name, RATE_MS)
@@ -103,6 +108,10 @@ class Watch:
     def hit_rate_total(self) -> float | None:
         """Since the start of the living workers."""
         return _share(self._alive.values())
+
+    def _job_rate(self, key: Hashable) -> float | None:
+        span = self._jobs.span(key, JOB_MS)
+        return None if span is None else max(0, span[2] - span[1]) * 1000 / span[0]
 
     def _hit_rate(self, names: Iterable[str]) -> float | None:
         spans = [self._engines.span(name, HITS_MS) for name in names]
