@@ -8,15 +8,13 @@ from hashlib import sha1
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
 from worker.backlog import Backlog, by_priority, submitted_ms
+from worker.rows import Answer, AppendRow, FinishRow, answer_of, answers, appended, wire
 
-_json = msgspec.json.Encoder()
 FOLDER = Path(__file__).parent / "lua"
-Status = Literal["OK", "CANCEL", "FENCED", "GAP", "GONE", "ERR"]
 
 
 class Script:
@@ -43,37 +41,6 @@ _reap = Script("reap")
 _release = Script("release")
 _renew = Script("groups", "renew")
 _requeue = Script("requeue")
-
-
-class Answer(NamedTuple):
-    """What a script says about one row. `n`: the tokens that Redis has; `text`: of an ERR."""
-
-    status: Status
-    n: int = 0
-    text: str = ""
-
-
-class AppendRow(NamedTuple):
-    """An event to publish: `tokens` first … to, or a `mark` (start, resume) at first = to = n."""
-
-    kind: Literal["tokens", "mark"]
-    id: str
-    epoch: int
-    first: int
-    to: int
-    event: bytes
-    cached_tokens: int | Literal[""] = ""
-
-
-class FinishRow(NamedTuple):
-    """A terminal event for a job whose reply has `n` tokens."""
-
-    id: str
-    epoch: int
-    n: int
-    stream: str
-    entry: str
-    event: bytes
 
 
 class LeaseRow(NamedTuple):
@@ -227,13 +194,12 @@ def _claimed(row: list[Any]) -> ClaimedRow:
 
 async def append(redis: Redis, base: str, worker: str, rows: Sequence[AppendRow]) -> list[Answer]:
     """Publish events; OK, CANCEL, FENCED, GAP or ERR for each row."""
-    wire = _flat((*row[:5], row.event.decode(), row.cached_tokens) for row in rows)
-    return _lines(await _append(redis, [base], (worker, _json.encode(wire))))
+    return appended(rows, await _append(redis, [base], (worker, wire(rows))))
 
 
 async def finish(redis: Redis, base: str, worker: str, rows: Sequence[FinishRow]) -> list[Answer]:
     """End jobs; OK, FENCED, GAP or ERR for each row."""
-    return _lines(await _finish(redis, [base], (worker, *_flat(rows))))
+    return answers(await _finish(redis, [base], (worker, *_flat(rows))))
 
 
 async def renew(
@@ -250,12 +216,12 @@ async def renew(
     now_ms, known, statuses, counts = await _renew(redis, _keys(base, streams), args)
     streams = [counts[i : i + 4] for i in range(0, len(counts), 4)]
     waiting = [(name.decode(), Backlog(count, new, submitted_ms(oldest))) for name, count, new, oldest in streams]
-    return Renewal(now_ms, bool(known), [_answer(status) for status in statuses], by_priority(waiting))
+    return Renewal(now_ms, bool(known), [answer_of(status) for status in statuses], by_priority(waiting))
 
 
 async def release(redis: Redis, base: str, worker: str, lease_ms: int, rows: Sequence[ReleaseRow]) -> list[Answer]:
     """Hand jobs back; OK, FENCED, GONE or ERR for each row."""
-    return [_answer(status) for status in await _release(redis, [base], (worker, lease_ms, *_flat(rows)))]
+    return [answer_of(status) for status in await _release(redis, [base], (worker, lease_ms, *_flat(rows)))]
 
 
 async def join(redis: Redis, base: str, version: int, shards: int, model: str) -> Meta:
@@ -285,13 +251,3 @@ def _keys(base: str, streams: Iterable[str]) -> list[str]:
 
 def _flat(rows: Iterable[Iterable[Any]]) -> list[Any]:
     return [value for row in rows for value in row]
-
-
-def _answer(status: bytes) -> Answer:
-    word, _, text = status.decode(errors="replace").partition(" ")
-    return Answer(word, text=text)  # type: ignore[arg-type]
-
-
-def _lines(reply: bytes) -> list[Answer]:
-    found = [line.split(" ", 2) for line in reply.decode(errors="replace").split("\n")]
-    return [Answer(word, int(n), *text) for word, n, *text in found]  # type: ignore[arg-type]

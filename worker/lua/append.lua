@@ -1,16 +1,17 @@
 -- Publishes rows of reply events, for all jobs of a flush together. Each row stands alone.
 -- KEYS[1]  the queue's prefix
 -- ARGV[1]  worker
--- ARGV[2]  the rows, one after the other in one flat JSON array (one argument instead of hundreds, few tables and no
---          closures: such things cost more than the commands), 7 values each: kind, id, epoch, from, to, event (a
---          string), cached_tokens ('' but for a first start)
+-- ARGV[2]  the rows, one after the other in one flat JSON array, 7 texts each: kind, id, epoch, from, to, event,
+--          cached_tokens ('' but for a first start)
 --          kind `tokens`: to > from, entry id <to>-0.   kind `mark`: to = from = n, entry id <n>-<epoch>
--- Returns  a line per row: status, n and, after an ERR, its text
+-- Returns  a line per row but those whose answer is OK with n = to: its index from 0, status, n, and after an ERR its text
 --   OK       it is there (also when it had been there before)
 --   CANCEL   it is there, and the producer wants the job cancelled
 --   FENCED   the job is not this worker's any more: drop it silently
 --   GAP      Redis has n tokens: send again from n
 --   ERR      the row cannot be written
+-- Every token of every job comes through here, and what Lua does costs more than the commands: hence one argument, texts
+-- that need no conversion, few tables and closures, and no answer where there is nothing to say.
 
 local WIDTH = 7
 local EXISTS_KEYS = 1000 -- at a time: Lua's stack has room for 8,000 arguments
@@ -35,24 +36,24 @@ local function write(id, entry, event)
   return last_of(id)
 end
 
-local function mark(record, id, epoch, _, to, event, cached)
-  if record.n < to then return 'GAP', record.n end -- with more tokens than that it was written before them
+local function mark(n, id, epoch, to, event, cached)
+  if tonumber(n) < tonumber(to) then return 'GAP', n end -- with more tokens than that it was written before them
   write(id, to .. '-' .. epoch, event)
   if cached ~= '' then redis.call('HSETNX', base .. 'job:' .. id, 'cached_tokens', cached) end
-  return 'OK', record.n
+  return 'OK', n
 end
 
-local function tokens(record, id, _, from, to, event)
-  if record.n == to then return 'OK', record.n end
-  if record.n ~= from then return 'GAP', record.n end
-  local beyond = write(id, to .. '-0', event)
+local function tokens(n, attempts, id, from, to, event)
+  if n == to then return 'OK', n end
+  if n ~= from then return 'GAP', n end
+  local job, beyond = base .. 'job:' .. id, write(id, to .. '-0', event)
   if beyond then -- the record is older than the reply (a failover): the reply is the truth
-    redis.call('HSET', base .. 'job:' .. id, 'n', beyond)
-    return beyond == to and 'OK' or 'GAP', beyond
+    redis.call('HSET', job, 'n', beyond)
+    return beyond == tonumber(to) and 'OK' or 'GAP', beyond
   end
-  redis.call('HSET', base .. 'job:' .. id, 'n', to)
-  if record.attempts > 0 then -- a new token acquits a suspect
-    redis.call('HSET', base .. 'job:' .. id, 'attempts', 0)
+  redis.call('HSET', job, 'n', to)
+  if attempts ~= '0' then -- a new token acquits a suspect
+    redis.call('HSET', job, 'attempts', 0)
     end_trial(worker, id)
   end
   return 'OK', to
@@ -70,14 +71,26 @@ end
 
 local look = any_cancelled()
 
-local function publish(kind, id, epoch, ...)
-  local record = fence(id, tostring(epoch), worker)
-  if not record then return 'FENCED', 0 end
-  local status, n = (kind == 'mark' and mark or tokens)(record, id, epoch, ...)
+local function publish(i)
+  local kind, id, epoch, from, to, event, cached = unpack(rows, i, i + WIDTH - 1)
+  local n, attempts = fence(id, epoch, worker)
+  if not n then return 'FENCED', 0 end
+  local status
+  if kind == 'mark' then
+    status, n = mark(n, id, epoch, to, event, cached)
+  else
+    status, n = tokens(n, attempts, id, from, to, event)
+  end
   if look and status == 'OK' and redis.call('EXISTS', base .. 'cancel:' .. id) == 1 then status = 'CANCEL' end
   return status, n
 end
 
 local answers = {}
-for i = 1, #rows, WIDTH do answers[#answers + 1] = answer(publish, unpack(rows, i, i + WIDTH - 1)) end
+for i = 1, #rows, WIDTH do
+  local ok, status, n = pcall(publish, i)
+  if status ~= 'OK' or n ~= rows[i + 4] then
+    local line = ok and ('%s %d'):format(status, n) or 'ERR 0 ' .. caught(status):gsub('%c', ' ')
+    answers[#answers + 1] = ('%d %s'):format((i - 1) / WIDTH, line)
+  end
+end
 return table.concat(answers, '\n')

@@ -73,11 +73,11 @@ local function ring()
   guarded(function() redis.call('XADD', base .. 'bell', 'MAXLEN', 1, '*', 'r', '1') end)
 end
 
--- The job's record if it is running under exactly this epoch and this worker, else nil: the fence.
+-- The fence: the job's n and attempts, as texts, if it is running under exactly this epoch and this worker, else nil.
 local function fence(id, epoch, worker)
   local got = redis.call('HMGET', base .. 'job:' .. id, 'state', 'epoch', 'worker', 'n', 'attempts')
   if got[1] ~= 'running' or got[2] ~= epoch or got[3] ~= worker then return nil end
-  return {n = tonumber(got[4] or '0'), attempts = tonumber(got[5] or '0')}
+  return got[4] or '0', got[5] or '0'
 end
 
 local function end_trial(worker, id)

@@ -18,24 +18,24 @@ local function repeated(row)
 end
 
 local function finish(row)
-  local record = fence(row.id, row.epoch, worker)
-  if not record then
+  local n, attempts = fence(row.id, row.epoch, worker)
+  if not n then
     if repeated(row) then return 'OK', row.n end
     return 'FENCED', 0
   end
-  if record.n ~= row.n then return 'GAP', record.n end
+  if n ~= row.n then return 'GAP', n end
   local problem = end_job(row.id, row.event, row.stream, row.entry, worker)
   if problem then
-    bury({reason = 'unpublishable', error = problem, attempts = record.attempts, worker = worker, stream = row.stream,
+    bury({reason = 'unpublishable', error = problem, attempts = attempts, worker = worker, stream = row.stream,
           fields = {id = row.id}})
-    return 'ERR', record.n, problem
+    return 'ERR', n, problem
   end
-  return 'OK', record.n
+  return 'OK', n
 end
 
 local answers = {}
 for i = 2, #ARGV, 6 do
-  local row = {id = ARGV[i], epoch = ARGV[i + 1], n = tonumber(ARGV[i + 2]), stream = ARGV[i + 3], entry = ARGV[i + 4],
+  local row = {id = ARGV[i], epoch = ARGV[i + 1], n = ARGV[i + 2], stream = ARGV[i + 3], entry = ARGV[i + 4],
                event = ARGV[i + 5]}
   answers[#answers + 1] = answer(finish, row)
 end
