@@ -32,7 +32,8 @@ async def run_bench(commands: Commands, *arguments: str) -> tuple[int, str, str]
 async def test_bench_prints_a_table_and_writes_every_figure(
     crew: ServiceBench, commands: Commands, tmp_path: Path
 ) -> None:
-    await crew.start(engine=FakeEngine(max_sequences=64))
+    engine = FakeEngine(max_sequences=64)
+    await crew.start(engine=engine)
     path, picture = tmp_path / "out.json", tmp_path / "out.png"
     given = "--jobs 12 --rate 200 --arrival bursts --burst 3 --prompt-tokens 20:30 --max-tokens 4 --shared-prefix 8"
     status, out, errors = await run_bench(commands, *given.split(), "--json", str(path), "--plot", str(picture))
@@ -48,6 +49,7 @@ async def test_bench_prints_a_table_and_writes_every_figure(
     written = json.loads(path.read_text())
     assert (written["figures"]["tokens"], len(written["jobs"]), written["interrupted"]) == (48, 12, False)
     assert written["options"]["ids"] == [75, 224], "what workers tell of their vocabulary"
+    assert {request.cache_salt for request in engine.added} == {written["run"]}, "a cold cache for each run"
     assert written["environment"]["workers"][0]["device"] == "cpu"
     assert {job["id"] for job in written["jobs"]} == {f"{written['run']}-{index}" for index in range(12)}
     assert all(job["due"] <= job["sent"] <= job["first"] <= job["ended"] for job in written["jobs"])

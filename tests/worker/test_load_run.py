@@ -203,3 +203,30 @@ async def test_reader_survives_a_restart_of_the_server(own_server: Server) -> No
 
     seconds, _ = await read_beside_a_silent_one(own_server, Keys("q"), restart)
     assert seconds < 1.0
+
+
+async def test_reader_compares_what_another_server_has_with_what_it_read(own_server: Server) -> None:
+    reader, keys = Reader(own_server.url, Keys("q"), patience=5.0), Keys("q")
+    record = Record("b", Work(0, 0.0, (("x", 4),), 4), 0.0)
+    reader.add(record)
+    running = asyncio.create_task(reader.run())
+    try:
+        for token in (2, 9):
+            with connect_sync(own_server.url) as client:
+                scribe = Scribe(client, keys, "b")
+                scribe.tokens(0, 0, [1], "x")
+                scribe.tokens(1, 1, [token], "y")
+            await until(lambda: _read(record, 2), "both tokens")
+            if token == 2:
+                own_server.stop(kill=True)
+                own_server.start()
+        async with asyncio.timeout(10):
+            await record.done.wait()
+        assert (record.outcome, record.tokens) == ("Rewound", 2)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def _read(record: Record, count: int) -> bool:
+    return record.tokens == count
