@@ -35,7 +35,7 @@ class PerfStats:
         return {
             "seconds": round(seconds, 3),
             "steps": steps,
-            "busy": round(step_ns / 1e9 / seconds, 4),
+            "busy": round(min(1.0, step_ns / 1e9 / seconds), 4),  # a long step counts where it ends
             "step_seconds": _ratio(step_ns / 1e9, steps, 6),
             "step_host_seconds": _ratio(host_ns / 1e9, steps, 6),
             "prompt_tokens_per_second": round((now.prompt_tokens - before.prompt_tokens) / seconds, 1),

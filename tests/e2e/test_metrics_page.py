@@ -81,6 +81,12 @@ def test_counts_agree_with_the_replies_and_series_stay_bounded(start: Start, one
         "redis",
         "total",
     }
+    assert after[("gllm_loop_lag_seconds_count",)] > before[("gllm_loop_lag_seconds_count",)]
+    assert after[("gllm_lease_age_seconds",)] < after[("gllm_lease_seconds",)] == 2
+    assert after[("gllm_worker_ready",)] == after[("gllm_worker_state", "ready")] == 1
+    assert after[("gllm_worker_info", queue_name)] == 1
+    assert after[("gllm_sequences_limit",)] == 64
+    assert {key[1] for key in after if key[0] == "gllm_process_cpu_seconds_total"} in ({"worker", "engine"}, set())
     check_with_promtool(worker.get("/metrics")[1].encode())
     assert "canary" not in worker.said
 

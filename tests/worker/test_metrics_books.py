@@ -44,7 +44,7 @@ async def test_counts_of_many_workers_agree_with_the_jobs(crew: ServiceBench) ->
     await crew.bench.submit("invalid", body="{")
     await crew.bench.submit("malformed", body=json.dumps(LONG), deadline="soon")
     await crew.submit("large", prompt="x" * 5000)
-    first.engine.refuse["refused"] = "invalid: tokens: no"
+    first.engine.refuse["refused"] = ("invalid", "tokens: no")
     await crew.submit("refused")
     await crew.submit("overdue", entry={"deadline": await now_ms(crew.bench.redis) - 1})
     await crew.bench.redis.set(crew.bench.keys.cancel("unwanted"), 1, ex=60)
@@ -87,3 +87,23 @@ async def test_counts_of_many_workers_agree_with_the_jobs(crew: ServiceBench) ->
     }
     assert paths == {"redelivered": 2, "resumed": 3, "released": 1, "duplicate": 1, "fenced": 1, "dead_letter": 1}
     assert counted([third], "gllm_jobs_active") == counted([third], 'gllm_queue_depth{priority="normal"}') == 0
+
+
+async def test_dead_letters_are_counted_by_reason(crew: ServiceBench) -> None:
+    """One of a reply that cannot be written, one of a malformed entry, and one that cannot itself be written."""
+    worker = await crew.start(engine=FakeEngine(step_seconds=0.001))
+    await crew.bench.redis.set(crew.bench.keys.out("unwritable"), "in the way", ex=60)
+    await crew.submit("unwritable")
+    await crew.bench.submit("malformed", deadline="soon")
+    await crew.reply("malformed")
+    await crew.until(lambda: counted([worker], 'gllm_dead_letters_total{reason="unpublishable"}') == 1, "the letter")
+    assert sorted(letter[b"reason"] for letter in await crew.bench.letters()) == [b"malformed", b"unpublishable"]
+
+    await crew.bench.redis.delete(crew.bench.keys.dead)
+    await crew.bench.redis.set(crew.bench.keys.dead, "no stream")
+    await crew.bench.submit("again", deadline="soon")
+    await crew.reply("again")
+    await crew.until(lambda: counted([worker], 'gllm_dead_letters_total{reason="unwritten"}') == 1, "its count")
+    assert counted([worker], 'gllm_dead_letters_total{reason="malformed"}') == 1
+    assert counted([worker], 'gllm_recoveries_total{path="dead_letter"}') == 3
+    await crew.bench.redis.delete(crew.bench.keys.dead)
