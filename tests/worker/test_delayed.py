@@ -162,6 +162,7 @@ async def test_hundred_delayed_jobs_at_most_are_promoted_at_once(bench: QueueBen
         await many.execute()
     await worker.claim(8, ())
     assert await bench.redis.zcard(bench.keys.delayed) == 150
+    await bench.redis.expire(bench.keys.job("j0"), 60)  # as if it had waited long for a worker beyond its time
 
     async def promoted() -> int:
         reply = await worker.claim(0, ())
@@ -171,7 +172,7 @@ async def test_hundred_delayed_jobs_at_most_are_promoted_at_once(bench: QueueBen
     assert await bench.field("j0", "state") is None
     assert await bench.redis.xlen(bench.keys.bell) == 1
     assert await promoted() == 50
-    assert 0 < await bench.redis.pttl(bench.keys.job("j0")) <= 86_400_000
+    assert 86_390_000 < await bench.redis.pttl(bench.keys.job("j0")) <= 86_400_000
 
 
 async def test_job_that_has_begun_is_not_parked_again(bench: QueueBench) -> None:

@@ -111,6 +111,7 @@ async def test_scan_for_expired_jobs_is_not_made_at_every_claim(bench: QueueBenc
     await bench.die(dead)
 
     assert (await heir.claim(8, ())).jobs == []
+    assert [Queue(bench.redis, bench.keys, "w", lease=lease)._scan_every for lease in (0.3, 16.0)] == [1.0, 2.0]
     heir.scan_soon()
     assert [job.id for job in (await heir.claim(8, ())).jobs] == ["a"]
 
