@@ -35,7 +35,7 @@ def patience(lease: float) -> float:
 
 
 class Lease:
-    """Keeps the lease; cancel `run` when all jobs have ended or are handed back.
+    """Keeps the lease; stop it when all jobs have ended or are handed back.
 
     `redis` is a client of its own, with `patience(lease)` as timeout, and nothing here waits for another: a Redis that
     fell silent would be noticed too late. `heartbeat` is asked anew for each renewal. `model` is the digest to join
@@ -63,17 +63,25 @@ class Lease:
         self._due = 0.0
         self._pause = BACKOFF_SECONDS[0]
         self._fenced = False
+        self._stopping = False
         self._next_reap = time.monotonic() + queue.lease * REAP_LEASES * random.uniform(0.5, 1.5)
         self._log = structlog.get_logger()
         metrics.worker.lease = lambda: LeaseTime(queue.lease, self._renewed)
 
     async def run(self) -> None:
-        """Until cancelled: renew when it is due or Redis was lost, and keep deadlines meanwhile."""
-        while not cancelled():
+        """Until stopped or cancelled: renew when it is due or Redis was lost, and keep deadlines meanwhile."""
+        while not self._stopping and not cancelled():
             if time.monotonic() >= self._due:
                 await self._turn()
             self._watch()
             await asyncio.sleep(min(TICK_SECONDS, self._queue.lease / 12))
+
+    def stop(self) -> None:
+        """Renew nothing from now on; `run` returns once the renewal in flight has come back.
+
+        Who leaves the queue waits for that: a renewal that the server saw after the goodbye would sign us in again.
+        """
+        self._stopping = True
 
     def hurry(self) -> None:
         """Renew at the next tick (somebody saw Redis fail)."""

@@ -164,7 +164,7 @@ class Running:
             async with asyncio.timeout(LAST_WORDS_SECONDS):
                 while len(self.jobs) and not self.link.fatal.done() and not cancelled():
                     await self._last_words(charged)
-                await self._queue.leave()
+                await self._leave()
         except (RedisError, OSError) as error:  # TimeoutError is an OSError
             self._log.warning(logs.REDIS_LOST, error=f"{type(error).__name__}: {error}", jobs_left=self.jobs.ids)
 
@@ -174,6 +174,12 @@ class Running:
         if await self._publisher.flush():
             await self._release([job for job in self.jobs if job.terminal is None], charged)
             await asyncio.sleep(0)
+
+    async def _leave(self) -> None:
+        """The goodbye, after the last renewal."""
+        self._lease.stop()
+        await asyncio.gather(*(part for part in self._parts if part.get_name() == "lease"), return_exceptions=True)
+        await self._queue.leave()
 
     async def _stop_parts(self, keep: str = "") -> None:
         stopping = [part for part in self._parts if part.get_name() != keep]

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from gllm.protocol import Error
 from tests.servers import first_kind
 from tests.worker.fake_engine import FakeEngine, script
 from tests.worker.service_bench import ServiceBench
+from worker.queue import Queue
 from worker.service import FAILED, OK
 
 HELLO = [3 + byte for byte in b"hello"]
@@ -149,3 +151,27 @@ def test_sigterm_ends_a_worker_whose_download_cannot_be_stopped() -> None:
             assert worker.wait(10) == OK
         finally:
             worker.kill()
+
+
+async def test_renewal_in_flight_does_not_sign_a_worker_in_again_that_has_left(
+    crew: ServiceBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renew, on_its_way, tasks = Queue.renew, asyncio.Event(), []
+
+    async def late(queue: Queue, *args: Any) -> Any:
+        """The server executes what was sent, also when nobody waits for the answer any more."""
+        await asyncio.sleep(0.2)
+        return await renew(queue, *args)
+
+    async def sent(queue: Queue, *args: Any) -> Any:
+        tasks.append(asyncio.create_task(late(queue, *args)))
+        on_its_way.set()
+        return await asyncio.shield(tasks[-1])
+
+    worker = await crew.start(lease=3.0)
+    monkeypatch.setattr(Queue, "renew", sent)
+    await asyncio.wait_for(on_its_way.wait(), 10)
+
+    assert await worker.stop() == OK
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert await crew.bench.redis.zcard(crew.bench.keys.workers) == 0
