@@ -31,7 +31,10 @@ from gllm.urls import Address
 BELIEVED_SECONDS = 1.0  # how long an address is not asked for again: many connections of one moment need one answer
 STRAYED = (ReadOnlyError, ClusterDownError)  # the latter is also MASTERDOWN
 REDIRECTION = re.compile(r"^(?:(?:MOVED|ASK) )?\d+ (?P<host>\S*):(?P<port>\d+)$")  # redis-py 8 cuts off the word
-DEMOTED = "UNBLOCKED force"  # what a blocked read is told when its primary becomes a replica
+STRAYED_WORDS = (
+    *("MASTERDOWN", "CLUSTERDOWN"),  # as redis-py before 8 has them outside of its cluster client
+    "UNBLOCKED force",  # what a blocked read is told when its primary becomes a replica
+)
 
 
 class _Belief:
@@ -136,14 +139,14 @@ class Finder(_Belief):
 
 def _strayed(error: ResponseError) -> bool:
     text = str(error)
-    return isinstance(error, STRAYED) or text.startswith(DEMOTED) or REDIRECTION.match(text) is not None
+    return isinstance(error, STRAYED) or text.startswith(STRAYED_WORDS) or REDIRECTION.match(text) is not None
 
 
 def _leave(error: RedisError, finder: _Belief | None, host: str) -> None:
     if finder is not None:
         finder.forget(error, host)
     elif REDIRECTION.match(str(error)):
-        message = f"{error}: this is a node of a cluster, use redis+cluster:// (or rediss+cluster://)"
+        message = f"this is a node of a cluster, use redis+cluster:// (or rediss+cluster://): {error}"
         raise ResponseError(message) from error
 
 

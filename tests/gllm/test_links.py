@@ -227,9 +227,7 @@ async def test_address_is_not_believed_for_ever(monkeypatch: pytest.MonkeyPatch)
 
 async def test_node_of_a_cluster_by_a_plain_url_names_the_right_kind_of_url() -> None:
     async with Answers(b"-MOVED 7 h:1") as server, connect(f"redis://{server.address}") as client:
-        with pytest.raises(
-            errors.ResponseError, match=r"7 h:1: this is a node of a cluster, use redis\+cluster://"
-        ) as no:
+        with pytest.raises(errors.ResponseError, match=r"a node of a cluster, use redis\+cluster://.* 7 h:1") as no:
             await client.get("k")
         assert not is_transient(no.value)
 
