@@ -79,7 +79,7 @@ class Streams:
         with self._worker() as worker:
             rounds = self._repeat(lambda: self._ours(worker, many))
         return [
-            Figure(f"{many} streams", rounds.rate, "tokens/s", limit=0.98 * many * RATE, at_least=True),
+            Figure(f"{many} streams", round(rounds.rate), "tokens/s", limit=0.98 * many * RATE, at_least=True),
             Figure(f"parent process, {many} streams", 100 * rounds.writer, "% core", limit=100.0),
             Figure(f"from engine to client, {many} streams, median", rounds.p50, "ms"),
             Figure(f"from engine to client, {many} streams, 99 of 100", rounds.p99, "ms"),
