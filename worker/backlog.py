@@ -23,7 +23,7 @@ class Backlog(NamedTuple):
 
 def by_priority(streams: Iterable[tuple[str, Backlog]]) -> dict[str, Backlog]:
     """Sums over the shards of each priority; zeros for one without any. `streams` are short names."""
-    sums = dict.fromkeys(PRIORITIES, Backlog())
+    sums: dict[str, Backlog] = dict.fromkeys(PRIORITIES, Backlog())
     for stream, backlog in streams:
         sums[stream.split(":")[1]] += backlog
     return sums

@@ -226,8 +226,9 @@ async def release(redis: Redis, base: str, worker: str, lease_ms: int, rows: Seq
 
 async def join(redis: Redis, base: str, version: int, shards: int, model: str) -> Meta:
     """Write or read the queue's meta, and make missing groups when version and model are ours."""
-    *found, made = await _join(redis, [base], (version, shards, model))
-    return Meta(*(text.decode(errors="replace") for text in found), made)
+    *texts, made = await _join(redis, [base], (version, shards, model))
+    found_version, found_shards, found_model = (text.decode(errors="replace") for text in texts)
+    return Meta(found_version, found_shards, found_model, made)
 
 
 async def leave(redis: Redis, base: str, worker: str, streams: Sequence[str]) -> int:
