@@ -151,6 +151,8 @@ def _leave(error: RedisError, finder: _Belief | None, host: str) -> None:
 
 
 class _AsyncLink(aio.AbstractConnection if TYPE_CHECKING else object):
+    """`finder` is asked before each connect; without one the server is where the options say."""
+
     def __init__(self, *, finder: AsyncFinder | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.finder = finder
@@ -188,6 +190,8 @@ class AsyncUnixLink(_AsyncLink, aio.UnixDomainSocketConnection):
 
 
 class _Link(plain.AbstractConnection if TYPE_CHECKING else object):
+    """The same for plain code."""
+
     def __init__(self, *, finder: Finder | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.finder = finder
