@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 from redis.exceptions import RedisError
-from small_http import MAX_HEAD_BYTES, Refused, Request, finished, gone, head, policy_of, read_request, respond, send
+from small_http import MAX_HEAD_BYTES, Refused, Request, finish, gone, head, policy_of, read_request, respond, send
 
 import gllm
 
@@ -66,7 +66,7 @@ class Site:
             # The other side left or is too slow, or this server ends.
             with suppress(OSError, EOFError, TimeoutError, asyncio.CancelledError):
                 await self._answer(reader, writer)
-                await finished(reader, writer)
+                await finish(writer)
         finally:
             writer.transport.abort()
             self.connections.discard(task)

@@ -19,6 +19,7 @@ from tests.examples.web_bench import Web
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.service_bench import ServiceBench
 
+PAGE = ROOT / "examples" / "web" / "page.html"
 SLOW = 0.02  # seconds a token: time to look at a reply in the middle
 PICTURE = "EXAMPLE_PICTURE"  # of the environment: where the page's picture goes
 
@@ -99,7 +100,7 @@ async def test_page_bears_the_loss_of_its_server_and_of_a_worker(
 ) -> None:
     first = await crew.start(engine=FakeEngine(step_seconds=SLOW))
     client = gllm.Client(redis_url, keys.queue)
-    site = web_example.Site(client, (ROOT / "examples" / "web" / "page.html").read_bytes())
+    site = web_example.Site(client, PAGE.read_bytes())
     async with client:
         async with site.listening(0) as port:
             tab = await opened(browser, Web(site, port))
@@ -118,6 +119,44 @@ async def test_page_bears_the_loss_of_its_server_and_of_a_worker(
     notes = await text(tab, "notes")
     assert "Connection lost and found again at token" in notes
     assert "Another worker went on at token" in notes
+
+
+async def test_page_comes_back_when_it_was_refused(
+    crew: ServiceBench, web: Web, web_example: Any, browser: Browser, long_reply: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A browser does not connect again by itself to a server that said no: the page does."""
+    await crew.start(engine=FakeEngine(step_seconds=SLOW))
+    tab = await opened(browser, web)
+    job = await ask(tab)
+    await read_up_to(tab, 10)
+    with monkeypatch.context() as full:
+        full.setattr(web_example, "MAX_CONNECTIONS", 0)
+        for connection in web.site.connections:
+            connection.cancel()
+        await tab.until("source.readyState === EventSource.CLOSED")
+    await ended(tab)
+    assert await text(tab) == (await crew.reply(job)).text
+    assert "Connection lost and found again at token" in await text(tab, "notes")
+
+
+async def test_page_sends_a_question_after_a_reload_that_was_not_sent_before(
+    crew: ServiceBench, web_example: Any, browser: Browser, long_reply: int, redis_url: str, keys: Keys
+) -> None:
+    worker = await crew.start()
+    nowhere, there = (gllm.Client(url, keys.queue, patience=0.05) for url in ("redis://127.0.0.1:1/0", redis_url))
+    before, after = (web_example.Site(client, PAGE.read_bytes()) for client in (nowhere, there))
+    away = "document.getElementById('status').textContent.startsWith('Redis cannot be reached')"
+    async with nowhere, there:
+        async with before.listening(0) as port:
+            tab = await opened(browser, Web(before, port))
+            job = await ask(tab)
+            await tab.until(away)
+            await tab.reload()
+            await tab.until(away)
+        async with after.listening(port):
+            await ended(tab)
+    assert await text(tab) == (await crew.reply(job)).text
+    assert len(worker.engine.added) == 1
 
 
 async def test_page_stops_a_reply(crew: ServiceBench, web: Web, browser: Browser) -> None:
@@ -159,7 +198,7 @@ async def test_page_says_what_is_wrong_in_plain_words(
 ) -> None:
     await crew.start()
     client = gllm.Client("redis://127.0.0.1:1/0", patience=0.05)
-    site = web_example.Site(client, (ROOT / "examples" / "web" / "page.html").read_bytes())
+    site = web_example.Site(client, PAGE.read_bytes())
     async with client, site.listening(0) as port:
         tab = await opened(browser, Web(site, port))
         await ask(tab)

@@ -76,7 +76,7 @@ class Web:
 
     async def ask(self, method: str, path: str, body: object = None, **headers: str) -> Answer:
         """A whole answer: for a stream, up to its end."""
-        data = b"" if body is None else json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         return await self.send(self._head(method, path, len(data), headers) + data)
 
     async def send(self, data: bytes) -> Answer:
