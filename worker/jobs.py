@@ -240,8 +240,9 @@ class Jobs:
 
     def buried(self, job: ActiveJob) -> None:
         """Its terminal event could not be written either: the finish script made a dead letter of it."""
-        self._metrics.dead_letter("unpublishable")
-        job.log.warning(logs.DEAD_LETTER, reason="unpublishable", written=True)
+        if self.has(job):  # a second try to end it hears the same
+            self._metrics.dead_letter("unpublishable")
+            job.log.warning(logs.DEAD_LETTER, reason="unpublishable", written=True)
 
     def ended(self, job: ActiveJob) -> None:
         if self._jobs.pop(job.id, None) is not None:

@@ -92,8 +92,9 @@ async def test_counts_of_many_workers_agree_with_the_jobs(crew: ServiceBench) ->
 async def test_dead_letters_are_counted_by_reason(crew: ServiceBench) -> None:
     """One of a reply that cannot be written, one of a malformed entry, and one that cannot itself be written."""
     worker = await crew.start(engine=FakeEngine(step_seconds=0.001))
+    await crew.submit("unwritable", **LONG)
+    await crew.published("unwritable", 3)
     await crew.bench.redis.set(crew.bench.keys.out("unwritable"), "in the way", ex=60)
-    await crew.submit("unwritable")
     await crew.bench.submit("malformed", deadline="soon")
     await crew.reply("malformed")
     await crew.until(lambda: counted([worker], 'gllm_dead_letters_total{reason="unpublishable"}') == 1, "the letter")
