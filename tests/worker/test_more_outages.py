@@ -36,12 +36,12 @@ async def test_job_that_takes_several_leases_runs_once_beside_an_idle_worker(own
     """RS-H1: its owner keeps the lease alive, so nobody runs it a second time."""
     engines = [FakeEngine(step_seconds=0.01) for _ in range(2)]
     for engine in engines:
-        await own_crew.start(engine=engine, lease=0.9)
-    await own_crew.submit("a", max_tokens=270)
+        await own_crew.start(engine=engine, lease=0.6)
+    await own_crew.submit("a", max_tokens=180)
 
     reply = await own_crew.reply("a")
 
-    assert (reply.ids, reply.resumes) == (script(HELLO, 270), [])
+    assert (reply.ids, reply.resumes) == (script(HELLO, 180), [])
     assert sum(len(engine.added) for engine in engines) == 1
 
 
