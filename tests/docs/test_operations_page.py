@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, Page, codes
-from worker import claimer, lease, logs, queue, running, service
+from worker import claimer, lease, logs, queue, running, service, watchdog
 from worker.cli import main
 from worker.config import OPTIONS, Settings
 from worker.metrics import Metrics
@@ -67,7 +67,7 @@ def test_every_reason_of_a_dead_letter_says_what_to_do() -> None:
 
 def test_exit_statuses_and_times_on_the_page_are_those_of_the_code() -> None:
     assert list(PAGE.table("Start and stop"))[:3] == [str(service.OK), str(service.FAILED), str(service.REFUSED)]
-    assert f"no step ended in {running.HANG_SECONDS:g} seconds" in PAGE.text
+    assert f"no step ended in {watchdog.HANG_SECONDS:g} seconds" in PAGE.text
     assert f"a lease ({Settings().lease:g} seconds)" in PAGE.text
     assert f"for {lease.FENCE_AT:g} of a lease" in PAGE.text
     assert (queue.MAX_ATTEMPTS, queue.MAX_CLAIMS) == (4, 32)
