@@ -12,6 +12,7 @@ import pytest
 import structlog
 
 from gllm.protocol import Error
+from tests.servers import binaries, require
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.queue_bench import now_ms
 from tests.worker.service_bench import ServiceBench
@@ -19,6 +20,7 @@ from tests.worker.text_fixtures import byte_level_backend, loaded
 from worker import logs
 from worker.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.parametrize("server_kind", require(binaries())[:1], indirect=True)  # one is enough here
 CANARY = "qxzcanary"
 REFUSING_TEMPLATE = "{{ raise_exception('no such role: ' + messages[0].content) }}"
 NASTY = f"{CANARY}\n\r\x00\x1b[31m\u2028\x85\"'}} \ud800 \U0001f600" + CANARY * 500

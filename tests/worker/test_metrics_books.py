@@ -3,12 +3,16 @@
 import json
 from collections import Counter
 
+import pytest
+
 from gllm.protocol import Error
+from tests.servers import binaries, require
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.metrics_page import samples
 from tests.worker.queue_bench import now_ms
 from tests.worker.service_bench import ServiceBench, Worker
 
+pytestmark = pytest.mark.parametrize("server_kind", require(binaries())[:1], indirect=True)  # one is enough here
 LONG = {"prompt": "hello", "max_tokens": 4000}
 
 
