@@ -67,6 +67,7 @@ class Lease:
         self._next_reap = time.monotonic() + queue.lease * REAP_LEASES * random.uniform(0.5, 1.5)
         self._log = structlog.get_logger()
         metrics.worker.lease = lambda: LeaseTime(queue.lease, self._renewed)
+        metrics.queue.life = max(metrics.queue.life, queue.lease)  # a full worker looks thrice a lease only
 
     async def run(self) -> None:
         """Until stopped or cancelled: renew when it is due or Redis was lost, and keep deadlines meanwhile."""

@@ -9,12 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from gllm.connection import connect
+from gllm.keys import Keys
+from tests.worker.fake_engine import FakeEngine
 from tests.worker.metrics_page import samples
 from tests.worker.queue_bench import QueueBench, now_ms, until
+from tests.worker.text_fixtures import engine_info
 from worker.backlog import Backlog, by_priority
+from worker.health import Health
+from worker.jobs import Jobs
+from worker.lease import Lease
+from worker.link import Link
 from worker.metrics import LeaseTime, Metrics, loop
 from worker.metrics.processes import usage
 from worker.metrics.queue import KNOWN_SECONDS, QueueNumbers
+from worker.queue import Queue
 
 
 def gauge(metrics: Metrics, name: str, priority: str = "normal") -> float | None:
@@ -62,6 +71,16 @@ def test_queue_that_nobody_could_look_at_for_a_minute_is_not_shown() -> None:
     assert shown() == 0
     metrics.queue.claim({"normal": Backlog(1, 1)})
     assert shown() == 2, "the age of the oldest is not known yet"
+
+
+async def test_queue_of_a_long_lease_is_shown_from_renewal_to_renewal() -> None:
+    """A full worker does not claim, so only its renewals look, each third of a lease."""
+    for lease, life in ((15.0, KNOWN_SECONDS), (600.0, 600.0)):
+        metrics, queue = Metrics(), Queue(connect("redis://127.0.0.1:1"), Keys("q"), "w", lease=lease)
+        jobs = Jobs("w", engine_info(), FakeEngine(), metrics)
+        Lease(queue, queue.redis, jobs, Link(Health(), metrics), metrics, {}, "model")
+        assert metrics.queue.life == life
+        assert samples(metrics)["gllm_lease_seconds"] == lease
 
 
 def test_shards_of_a_priority_are_added_up_and_the_oldest_counts() -> None:
