@@ -50,13 +50,13 @@ class Scribe:
         self.add(f"{first + len(ids)}-0", Tokens(first=first, at=at, ids=ids, text=text, **more))
 
     def done(self, n: int, text: str = "", reason: str = "stop") -> None:
-        self.state("ended")
         usage = Usage(prompt_tokens=5, completion_tokens=n)
         self.add(TERMINAL_ENTRY_ID, Done(finish_reason=reason, stop=None, text=text, usage=usage, timings=Timings()))
+        self.state("ended")  # a worker does both at once; the other way round the reply would look lost for a moment
 
     def error(self, code: str = "invalid", message: str = "top_p: no") -> None:
-        self.state("ended")
         self.add(TERMINAL_ENTRY_ID, Error(code=code, message=message))
+        self.state("ended")
 
     def hello(self) -> None:
         """A whole reply of three tokens, in two entries and a tail."""
