@@ -124,6 +124,25 @@ async def test_entries_that_the_group_left_behind_are_handed_out(bench: QueueBen
     await bench.clear_streams()
 
 
+async def test_entry_that_nobody_has_is_found_behind_hundreds_that_somebody_has(bench: QueueBench) -> None:
+    stream = bench.keys.jobs("normal", 0)
+    await bench.worker("owner", lease=60)
+    heir = await bench.worker("heir", lease=60)
+    async with bench.redis.pipeline(transaction=False) as many:
+        for n in range(250):
+            many.xadd(stream, {"id": f"j{n}", "body": "{}"})
+        many.xreadgroup(GROUP, "owner", {stream: ">"}, count=250)
+        many.xadd(stream, {"id": "lost", "body": "{}"})
+        many.xgroup_setid(stream, GROUP, "$")
+        await many.execute()
+
+    heir.scan_soon()
+    reply = await heir.claim(8, ())
+
+    assert (kinds(reply), reply.more) == (["unowned"], True)
+    assert await ids(bench, heir) == ["lost"]
+
+
 async def test_entry_acknowledged_by_hand_can_still_be_released(bench: QueueBench) -> None:
     first, second = await bench.worker("first", lease=30), await bench.worker("second", lease=30)
     job = await bench.one(first)

@@ -117,12 +117,11 @@ local function settled(item)
   return true
 end
 
--- Whether another entry stands for this id: it is in its stream, or parked, or has ended. One that was deleted, or got
--- lost in a failover, stands for nothing: this one takes its place, or submitting the job again would be in vain.
-local function duplicate(item, ended)
+-- Whether another entry stands for this id: it is in its stream, or parked. One that was deleted, or got lost in a
+-- failover, stands for nothing: this one takes its place, or submitting the job again would be in vain.
+local function duplicate(item)
   local record = item.record
   if not record.entry or record.entry == item.here then return false end
-  if ended and record.state == 'ended' then return true end
   if record.state == 'delayed' then return redis.call('ZSCORE', base .. 'delayed', item.id) ~= false end
   local stream, entry = record.entry:match('^([^|]+)|(.+)$')
   return #redis.call('XRANGE', base .. stream, entry, entry) > 0
@@ -132,7 +131,7 @@ local function admit(item)
   item.record = load_record(item.id)
   local record = item.record
   local ended = reconcile(item.id, record)
-  if duplicate(item, ended) then
+  if duplicate(item) then
     drop(item.stream, item.entry)
     return note('duplicate', item.id, nil, record)
   end
