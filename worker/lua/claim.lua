@@ -22,6 +22,7 @@ local MAX_REPLY_BYTES = 16 * 1024 * 1024
 local JOB_BYTES = 4096 -- of one in the reply, beside its body
 local MAX_HANDLED = 256 -- entries dealt with in one call, so that a million duplicates cannot block the server
 local PAGE, MAX_PAGES = 100, 10
+local FEW = 10 -- entries read whole at a time: their bodies may be large
 
 local want, lease = tonumber(ARGV[2]), tonumber(ARGV[3])
 local scan_expired, scan_own = ARGV[4] == '1', ARGV[5] == '1'
@@ -205,18 +206,19 @@ end
 -- never be looked at again. To be called when no new entry is left: then the two counts tell at once. It is idle since
 -- now, so that a live worker that runs its job has a lease to renew it.
 local function release_unowned(stream)
-  local pending, start, found = redis.call('XPENDING', base .. stream, GROUP)[1], '-', 0
-  local missing = redis.call('XLEN', base .. stream) - pending
-  for _ = 1, missing > 0 and MAX_PAGES or 0 do
-    local entries = redis.call('XRANGE', base .. stream, start, '+', 'COUNT', PAGE)
+  local missing = redis.call('XLEN', base .. stream) - redis.call('XPENDING', base .. stream, GROUP)[1]
+  local start, found, seen, size = '-', 0, 0, 0
+  while found < missing and seen < PAGE * MAX_PAGES and size < MAX_REPLY_BYTES do
+    local entries = redis.call('XRANGE', base .. stream, start, '+', 'COUNT', FEW)
     for _, entry in ipairs(entries) do
       if #redis.call('XPENDING', base .. stream, GROUP, entry[1], entry[1], 1) == 0 then
         redis.call('XCLAIM', base .. stream, GROUP, RELEASED, 0, entry[1], 'FORCE', 'JUSTID')
         found = found + 1
       end
+      for _, text in ipairs(entry[2]) do size = size + #text end
     end
-    if found >= missing or #entries < PAGE then break end
-    start = '(' .. entries[#entries][1]
+    if #entries < FEW then break end
+    seen, start = seen + FEW, '(' .. entries[FEW][1]
   end
   if found > 0 then
     note('unowned', '', stream .. ': ' .. found)
