@@ -42,6 +42,7 @@ class ActiveJob:
         self.preemptions = 0
         self.in_engine = False
         self.started = False  # the engine has admitted it
+        self.chat: bool | None = None  # its prompt was given as messages; None until its body was read
         self.terminal: Done | Error | None = None
         self.on_trial = claimed.suspect
         self.holds: set[str] = set()  # why the engine must not step it now
@@ -75,6 +76,10 @@ class ActiveJob:
         if isinstance(self.terminal, Error):
             return self.terminal.code
         return self.terminal.finish_reason if self.terminal else ""
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.terminal.finish_reason if isinstance(self.terminal, Done) else None
 
     def prepared(self, reply: ReplyText, prompt_tokens: int, replay: Replay) -> None:
         """Intake is done; `replay` has been pushed through `reply` already."""
@@ -122,12 +127,13 @@ class ActiveJob:
     def done(self, reason: Literal["stop", "length", "cancelled", "deadline"], stop: str | int | None = None) -> None:
         """Set the terminal event; nothing is pushed after it."""
         if self.terminal is None:
+            now = self.clock.over = time.monotonic()
             self.terminal = Done(
                 finish_reason=reason,
                 stop=stop,
                 text=self.reply.tail() if self.reply else "",
                 usage=self._usage(),
-                timings=self.clock.timings(time.monotonic()),
+                timings=self.clock.timings(now),
                 prompt_logprobs=None if self.n else self._prompt_logprobs,
             )
 
@@ -139,6 +145,7 @@ class ActiveJob:
         retryable: bool = False,
     ) -> None:
         if self.terminal is None:
+            self.clock.over = time.monotonic()
             self.terminal = Error(code=code, message=message, retryable=retryable)
 
     def _usage(self) -> Usage:

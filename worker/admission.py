@@ -85,6 +85,7 @@ class Admission:
     def _start(self, job: ActiveJob, prepared: Prepared, replay: Replay) -> None:
         if not self._jobs.owns(job):
             return  # cancelled or taken from us meanwhile
+        job.chat = prepared.job.messages is not None
         job.prepared(prepared.reply, len(prepared.prompt_ids), replay)
         if prepared.ending is not None:  # the published tokens are the whole reply already
             self._jobs.end(job, *prepared.ending)

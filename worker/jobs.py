@@ -35,6 +35,7 @@ class Jobs:
     def __init__(self, worker: str, info: EngineInfo, engine: Steps, metrics: Metrics) -> None:
         self.changed: Callable[[ActiveJob], None] = lambda job: None  # set to the publisher's
         self.forget: Callable[[ActiveJob], None] = lambda job: None
+        self.on_left: Callable[[ActiveJob, str], None] = lambda job, how: None  # see `Traces.left`
         self.on_room: Callable[[], None] = lambda: None  # `room` may have grown
         self.on_acquitted: Callable[[], None] = lambda: None  # a suspect has made a token, or is gone
         self._worker = worker
@@ -106,6 +107,7 @@ class Jobs:
     def start(self, job: ActiveJob, request: Request) -> None:
         """Hand a prepared job to the engine."""
         job.in_engine = True
+        job.clock.given = time.monotonic()
         self._engine.add(request)
         if self._paused:
             self._hold(job, "pause")
@@ -194,7 +196,7 @@ class Jobs:
             if job.claimed.deadline_ms is not None and job.claimed.deadline_ms <= now_ms:
                 self.end(job, "deadline")
 
-    def drop(self, job: ActiveJob) -> None:
+    def drop(self, job: ActiveJob, how: Literal["fenced", "released"]) -> None:
         """It is not this worker's any more; nothing is written of it."""
         if self.has(job):
             del self._jobs[job.id]
@@ -202,6 +204,7 @@ class Jobs:
             self.forget(job)
             self._leave_engine(job, cancel=True)
             self._acquit(job)
+            self.on_left(job, how)
 
     # -- what Redis says (publisher.Listener, and the lease) ------------------------------------------------------
 
@@ -230,7 +233,7 @@ class Jobs:
             self._metrics.redis_error("fenced")
             self._metrics.recovery("fenced")
             job.log.info(logs.JOB_FENCED)
-            self.drop(job)
+            self.drop(job, "fenced")
 
     def unpublishable(self, job: ActiveJob, message: str) -> None:
         """Only its reply's key can be at fault. The finish script ends it, with a dead letter if all else fails."""
@@ -251,6 +254,7 @@ class Jobs:
             job.log.info(logs.JOB_ENDED, outcome=job.outcome, tokens=job.n)
             self._acquit(job)
             self.on_room()
+            self.on_left(job, job.outcome)
 
     def renewed(self, claimed: Claimed, status: str) -> None:
         """The answer of a renewal about one job. One that has ended here hears the same of its finish, or OK."""

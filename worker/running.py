@@ -167,6 +167,8 @@ class Running:
                 await self._leave()
         except (RedisError, OSError) as error:  # TimeoutError is an OSError
             self._log.warning(logs.REDIS_LOST, error=f"{type(error).__name__}: {error}", jobs_left=self.jobs.ids)
+        for job in self.jobs:  # their lease runs out
+            self.jobs.on_left(job, "abandoned")
 
     async def _last_words(self, charged: frozenset[str]) -> None:
         """Publish what there is, then release what has not ended; all of it again if Redis fails meanwhile."""
@@ -202,7 +204,7 @@ class Running:
             else:
                 self._metrics.released.add(answer.status == "OK")
                 job.log.info(logs.JOB_RELEASED, status=answer.status, charged=job.id in charged)
-                self.jobs.drop(job)
+                self.jobs.drop(job, "released" if answer.status == "OK" else "fenced")
 
 
 def _failure_of(part: "asyncio.Task[None]") -> Exception:

@@ -18,7 +18,7 @@ import structlog
 
 from gllm.connection import connect
 from gllm.keys import Keys
-from worker import logs
+from worker import logs, traces
 from worker.bridge import Bridge, EngineDied, EngineRefused
 from worker.claimer import BLOCK_MS
 from worker.config import Settings
@@ -39,6 +39,7 @@ BELL_TIMEOUT = BLOCK_MS / 1000 + 2.0  # a blocking read must outlast its BLOCK
 
 def run(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT; the exit status of the process."""
+    traces.preload()
     gc.collect()
     gc.freeze()  # modules are never garbage, and to look through them all would stop every stream for 40 ms
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -75,6 +76,7 @@ class Service:
         self._told = 0  # phases of its loading that are in the log
         self._load = load
         self._loader: threading.Thread | None = None
+        self._traces = traces.Traces()
         self._log = structlog.get_logger()
         self._began = time.monotonic()
         self.metrics.worker.queue = settings.queue
@@ -123,6 +125,7 @@ class Service:
             await asyncio.gather(starting, stop, return_exceptions=True)
             await self._bridge.close()
             await clients.close()
+            await asyncio.to_thread(self._traces.close)
             self._log.info(logs.STOPPED, worker=self.name)
 
     def _clients(self) -> Clients:
@@ -149,7 +152,9 @@ class Service:
                 task.cancel()
             await asyncio.gather(loading, joining, telling, return_exceptions=True)
         self._loaded()
+        self._traces = await asyncio.to_thread(traces.begin, settings.queue, self.name, settings.model)
         self.running = Running(queue, clients, self._bridge, model, self.health, self.metrics)
+        self.running.jobs.on_left = self._traces.left
         return self.running
 
     async def _timed(self, phase: str, waiting: Awaitable[T]) -> T:

@@ -13,15 +13,18 @@ class JobClock:
     `waited` is Redis' time from submission to this claim, in seconds; `now` is always `time.monotonic()`. A job that
     was claimed before has its queue wait behind it; one with `published` tokens its first token too, and the gap
     between two workers is no time between tokens.
+    Moments for others: `claimed`, `given` to the engine, `first` and `last` token, `over` (its end is known).
     """
 
     def __init__(self, metrics: Metrics, waited: float, now: float, *, claims: int = 1, published: int = 0) -> None:
         self._metrics = metrics
-        self._waited = max(0.0, waited)
-        self._claimed = now
+        self.waited = max(0.0, waited)
+        self.claimed = now
         self._resumed = published > 0
-        self._first: float | None = None
-        self._last: float | None = None
+        self.given: float | None = None
+        self.first: float | None = None
+        self.last: float | None = None
+        self.over: float | None = None
         if claims <= 1:
             metrics.queue_wait.observe(waited)
 
@@ -29,25 +32,25 @@ class JobClock:
         """`count` new tokens came with one step; several share the time since the step before."""
         if count <= 0:
             return
-        if self._last is not None:
-            self._metrics.inter_token.observe((now - self._last) / count, count)
+        if self.last is not None:
+            self._metrics.inter_token.observe((now - self.last) / count, count)
         else:
             self._begin(now)
             if count > 1:
                 self._metrics.inter_token.observe(0.0, count - 1)
-        self._last = now
+        self.last = now
 
     def _begin(self, now: float) -> None:
-        self._first = now
+        self.first = now
         if not self._resumed:
-            self._metrics.first_token.observe(self._waited + now - self._claimed)
+            self._metrics.first_token.observe(self.waited + now - self.claimed)
 
     def end(self, outcome: str, now: float) -> None:
         """The terminal event is written."""
-        self._metrics.job_seconds.observe(self._waited + now - self._claimed)
+        self._metrics.job_seconds.observe(self.waited + now - self.claimed)
         self._metrics.jobs(outcome)
 
     def timings(self, now: float) -> Timings:
         """What the reply's terminal event says about this worker's part."""
-        first = None if self._first is None else self._first - self._claimed
-        return Timings(queue=self._waited, first_token=first, total=now - self._claimed)
+        first = None if self.first is None else self.first - self.claimed
+        return Timings(queue=self.waited, first_token=first, total=now - self.claimed)
