@@ -24,11 +24,12 @@ DEV_MADE := $(MADE)-dev
 MODEL_MADE := $(MADE)-model
 SEEDS ?= 1
 
-.PHONY: help demo test test-all chaos bench lint clean distclean
+.PHONY: help demo test test-all examples chaos bench lint clean distclean
 help:
 	@echo "make demo      install, start a Redis and a worker, stream eight chats, print a table"
 	@echo "make test      what a newcomer can run: tests, ruff, pyright (at most eight minutes on two cores)"
 	@echo "make test-all  the long tests too"
+	@echo "make examples  all tests of examples/, with Node's library from npm; a browser is tested when Chromium is there"
 	@echo "make chaos     1,000 jobs under kill -9 and worse, on each kind of server; SEEDS='1 2 3' for more of it"
 	@echo "make bench     the engine against transformers on the demo model"
 	@echo "make lint      ruff and pyright only"
@@ -43,8 +44,12 @@ test: lint $(MODEL_MADE)
 test-all: lint $(MODEL_MADE)
 	$(BIN)/python -m pytest
 
+examples: $(DEV_MADE) $(MODEL_MADE)
+	cd examples/node && npm install --no-package-lock
+	$(BIN)/python -m pytest tests/examples tests/docs/test_example_python.py tests/docs/test_example_shell.py
+
 chaos: $(DEV_MADE)
-	CHAOS_SEEDS="$(SEEDS)" $(BIN)/python -m pytest -s -m slow tests/chaos
+	CHAOS_SEEDS="$(SEEDS)" $(BIN)/python -m pytest -s tests/chaos
 
 bench: $(DEV_MADE) $(MODEL_MADE)
 	$(BIN)/python -m benchmarks.engine
@@ -59,7 +64,7 @@ clean:
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) examples/node/node_modules
 
 $(VENV_MADE):
 	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
