@@ -16,7 +16,10 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gllm", "worker", "engine", "kernels")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def requirements(lines: list[str]) -> dict[str, Requirement]:

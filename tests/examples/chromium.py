@@ -70,7 +70,7 @@ class Browser:
         elif message["method"] == "Log.entryAdded" and message["params"]["entry"]["source"] != "network":
             self.errors.append(message["params"]["entry"]["text"])
 
-    async def open(self, url: str, *, width: int = 900, height: int = 700) -> "Tab":
+    async def open(self, url: str, *, width: int = 900, height: int = 800) -> "Tab":
         target = await self.call("Target.createTarget", url="about:blank")
         attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         tab = Tab(self, attached["sessionId"])

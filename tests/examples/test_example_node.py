@@ -23,6 +23,7 @@ PROMPT = [FIRST_BYTE + byte for byte in b"hello"]
 SLOW = 0.02  # seconds a token: time to look at a reply in the middle
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(shutil.which("node") is None, reason="no node here"),
     pytest.mark.skipif(
         not (FOLDER / "node_modules" / "redis").is_dir(),

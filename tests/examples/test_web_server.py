@@ -19,6 +19,7 @@ import gllm
 from gllm.keys import Keys
 from tests.docs.pages import ROOT
 from tests.examples.web_bench import Event, Web, text_of_events
+from tests.servers import first_kind
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.service_bench import ServiceBench
 
@@ -29,6 +30,12 @@ QUESTION = {"prompt": "hello"}
 
 def new_job() -> str:
     return secrets.token_hex(16)
+
+
+@pytest.fixture
+def server_kind() -> str:
+    """One is enough: the client, which is all that talks to Redis here, is tested on each."""
+    return first_kind()
 
 
 @pytest.fixture
