@@ -3,7 +3,7 @@
 import pytest
 
 from gllm.protocol import TERMINAL_ENTRY_ID, Error
-from tests.worker.queue_bench import DONE, QueueBench, finish, kinds, now_ms, publish, until
+from tests.worker.queue_bench import DONE, QueueBench, finish, finish_row, kinds, now_ms, publish, tokens, until
 from worker.queue import Queue
 from worker.scripts import FinishRow
 
@@ -267,3 +267,17 @@ async def test_reply_with_an_entry_beyond_every_end_is_said_to_be_unpublishable(
     assert answer.status == "ERR"
     assert [letter[b"reason"] for letter in await bench.letters()] == [b"unpublishable"]
     await bench.clear_streams()
+
+
+@pytest.mark.parametrize("count", ["many", "1.5", "-1", "", "9" * 20])
+async def test_count_of_tokens_that_is_none_is_the_fault_of_its_own_row_only(bench: QueueBench, count: str) -> None:
+    worker = await bench.worker()
+    bad, good = await bench.one(worker, "bad"), await bench.one(worker, "good")
+    await bench.redis.hset(bench.keys.job("bad"), "n", count)
+
+    appended = await worker.append([tokens(bad, 0, 1), tokens(good, 0, 1)])
+    finished = await worker.finish([finish_row(bad, 0), finish_row(good, 1)])
+
+    assert [answer.status for answer in (*appended, *finished)] == ["ERR", "OK", "ERR", "OK"]
+    assert f"BROKEN job:bad has n '{count[:64]}'" in appended[0].text
+    assert await bench.entries("good") == ["1-0", TERMINAL_ENTRY_ID]

@@ -74,10 +74,13 @@ local function ring()
 end
 
 -- The fence: the job's n and attempts, as texts, if it is running under exactly this epoch and this worker, else nil.
+-- Raises for an n that is no count: no answer could say it, and who is told to go on from there would never get on.
 local function fence(id, epoch, worker)
   local got = redis.call('HMGET', base .. 'job:' .. id, 'state', 'epoch', 'worker', 'n', 'attempts')
   if got[1] ~= 'running' or got[2] ~= epoch or got[3] ~= worker then return nil end
-  return got[4] or '0', got[5] or '0'
+  local n = got[4] or '0'
+  if #n > 16 or not n:find('^%d+$') then error({err = 'BROKEN job:' .. id .. ' has n ' .. shown(n)}, 0) end
+  return n, got[5] or '0'
 end
 
 local function end_trial(worker, id)
