@@ -45,21 +45,20 @@ ZREMRANGEBYSCORE @workers 0 1
 ZREVRANGE @workers 0 0
 ZSCORE @workers x
 """
-# What a client sends.
+# What a client sends (a test compares).
 PRODUCER = """
-PING
 TIME
+WAIT 1 1
 CLIENT SETNAME x
-MULTI
-EXEC
 DEL @cancel:x
-EXISTS @out:x
 HGET @job:x f
 PEXPIREAT @cancel:x 1
 SET @cancel:x 1 EX 1
 XADD @jobs:normal:0 * f v
 XLEN @jobs:normal:0
+XRANGE @out:x - +
 XREAD STREAMS @out:x 0
+ZCARD @delayed
 ZSCORE @delayed x
 """
 ADVICE = "ACL SETUSER: docs/operations.md has users for workers and for people, docs/protocol.md one for producers"
