@@ -120,16 +120,18 @@ class Running:
         return result if isinstance(result, Exception) else None
 
     async def _until(self, waiting: Coroutine[Any, Any, Any]) -> Exception | None:
-        """Wait; None once it is over, or the failure of a part that came before."""
+        """Wait; None once it is over, or what failed meanwhile: Redis, a part, or what was waited for itself."""
         task = asyncio.create_task(waiting)
         await asyncio.wait([task, *self._parts, self.link.fatal], return_when=asyncio.FIRST_COMPLETED)
         failed = [part for part in self._parts if part.done()]
         if not task.done():
             task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        (result,) = await asyncio.gather(task, return_exceptions=True)
         if self.link.fatal.done():
             return self.link.fatal.result()
-        return _failure_of(failed[0]) if failed else None
+        if failed:
+            return _failure_of(failed[0])
+        return result if isinstance(result, Exception) else None
 
     async def _pump(self) -> None:
         async for deltas in self._bridge.deltas():

@@ -13,6 +13,7 @@ from gllm.protocol import Error
 from tests.servers import first_kind
 from tests.worker.fake_engine import FakeEngine, script
 from tests.worker.service_bench import ServiceBench
+from worker.jobs import Jobs
 from worker.queue import Queue
 from worker.service import FAILED, OK
 
@@ -38,6 +39,22 @@ async def test_sigterm_lets_jobs_end_and_hands_back_what_has_not_begun(crew: Ser
     assert ended == ["a", "b"]
     assert await crew.bench.redis.zcard(crew.bench.keys.workers) == 0
     assert worker.engine.closed
+
+
+async def test_fault_of_ours_while_draining_is_a_failure_and_hands_the_jobs_back(
+    crew: ServiceBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await crew.start(engine=FakeEngine(step_seconds=0.01))
+    await crew.submit("a", max_tokens=4000)
+    await crew.published("a", 5)
+
+    def broken(self: Jobs) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(Jobs, "wait_empty", broken)
+
+    assert await worker.stop() == FAILED
+    assert await crew.bench.field("a", "state") is None
 
 
 async def test_grace_time_over_releases_the_rest_and_another_worker_goes_on_at_once(crew: ServiceBench) -> None:
