@@ -183,6 +183,26 @@ def test_answer_about_an_earlier_claim_is_not_taken_for_this_one(jobs: Jobs) -> 
     assert len(jobs) == 1
 
 
+def test_renewal_that_is_fenced_drops_a_job_though_it_has_no_token_to_publish(jobs: Jobs, engine: Commands) -> None:
+    job = begin(jobs)
+
+    jobs.renewed(job.claimed, "FENCED")
+
+    assert (len(jobs), engine.said[-1]) == (0, ("cancel", "a"))
+
+
+def test_suspect_is_acquitted_once_by_its_first_new_token_and_not_by_its_start(jobs: Jobs) -> None:
+    acquitted: list[int] = []
+    jobs.on_acquitted = lambda: acquitted.append(1)
+    job = begin(jobs, suspect=True, published=3, claims=2)
+
+    jobs.published(job)  # the mark is written
+    assert acquitted == []
+    for job.published in (4, 5):
+        jobs.published(job)
+    assert acquitted == [1]
+
+
 def test_job_that_ended_is_not_taken_for_fenced_by_a_renewal_that_overtook_its_finish(jobs: Jobs) -> None:
     """The finish script has ended the record already when the renewal looks at it; its own answer comes a bit later."""
     job = begin(jobs)

@@ -1,10 +1,12 @@
 """What `start` and `resume` say when a job changes hands, and what its usage counts in the end."""
 
+import asyncio
+
 import pytest
 
 from gllm.protocol import Done, Resume
 from tests.servers import first_kind
-from tests.worker.fake_engine import FakeEngine, script
+from tests.worker.fake_engine import FakeEngine, script, text_of
 from tests.worker.service_bench import Reply, ServiceBench
 
 HELLO = [3 + byte for byte in b"hello"]
@@ -80,3 +82,66 @@ async def test_usage_is_that_of_the_whole_reply_and_cached_tokens_that_of_its_fi
     assert isinstance(reply.end, Done)
     usage = reply.end.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (5, 60, 2)
+
+
+async def test_killed_worker_is_resumed_without_gap_or_repetition(crew: ServiceBench) -> None:
+    first = await crew.start()
+    await crew.submit("a", max_tokens=600, logprobs=0)
+    await crew.published("a", 20)
+    await first.kill()
+    second = await crew.start()
+
+    reply = await crew.reply("a")
+
+    assert reply.ids == script(HELLO, 600)
+    assert reply.text == text_of(reply.ids)
+    assert [item.id for event in reply.events for item in getattr(event, "logprobs", None) or []] == reply.ids
+    (resume,) = reply.resumes
+    assert (resume.worker, resume.attempt, resume.exact) == (second.service.name, 2, True)
+    assert resume.first >= 20
+    assert isinstance(reply.end, Done)
+    assert (reply.end.usage.completion_tokens, reply.end.usage.cached_tokens) == (600, 2)
+    await crew.bench.clear_streams()
+
+
+async def test_resume_may_finish_without_a_step(crew: ServiceBench) -> None:
+    first = await crew.start()
+    await crew.submit("a", max_tokens=8)
+    await _hold_back_the_end(crew, first)
+    second = await crew.start()
+
+    reply = await crew.reply("a")
+
+    assert reply.ids == script(HELLO, 8)
+    assert isinstance(reply.end, Done)
+    assert reply.end.finish_reason == "length"
+    assert second.engine.added == []
+
+
+async def _hold_back_the_end(crew: ServiceBench, worker: object) -> None:
+    """All tokens are published, the terminal event is not, and the worker is dead."""
+    from worker.queue import Queue
+
+    async def never(self: Queue, rows: object) -> list[object]:
+        await asyncio.Event().wait()
+        return []
+
+    original = Queue.finish
+    Queue.finish = never  # type: ignore[assignment,method-assign]
+    try:
+        await crew.published("a", 8)
+        await worker.kill()  # type: ignore[attr-defined]
+    finally:
+        Queue.finish = original  # type: ignore[method-assign]
+
+
+async def test_zombie_that_wakes_up_is_fenced_and_drops_the_job(crew: ServiceBench) -> None:
+    zombie = await crew.start(engine=FakeEngine(step_seconds=0.01))
+    await crew.submit("a", max_tokens=200)
+    await crew.published("a", 3)
+    await crew.bench.redis.hincrby(crew.bench.keys.job("a"), "epoch", 1)  # somebody took it over
+
+    await crew.until(lambda: "a" in zombie.engine.cancelled, "the zombie to drop the job")
+
+    assert zombie.ready
+    await crew.bench.redis.hset(crew.bench.keys.job("a"), "worker", "gone")

@@ -1,6 +1,5 @@
-"""The worker from claim to terminal event: replies, bad jobs, cancels, deadlines, takeovers, refusals at the start."""
+"""The worker from claim to terminal event: replies, bad jobs, suspects, tenants, refusals at the start."""
 
-import asyncio
 import time
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from engine.request import Request
 from gllm.protocol import Done, Error
 from tests.worker.fake_engine import FakeEngine, Refusal, script, text_of
-from tests.worker.queue_bench import now_ms, until
+from tests.worker.queue_bench import until
 from tests.worker.service_bench import ServiceBench
 from worker.bridge import EngineRefused
 from worker.service import REFUSED
@@ -136,111 +135,6 @@ async def test_intake_that_crashes_ends_only_its_job(crew: ServiceBench, monkeyp
     assert isinstance(bad.end, Error)
     assert bad.end.code == "internal"
     assert len(good.ids) == 8
-
-
-async def test_cancel_while_running_ends_the_reply_with_what_was_made(crew: ServiceBench) -> None:
-    worker = await crew.start()
-    await crew.submit("a", max_tokens=4000)
-    await crew.published("a", 5)
-    await crew.bench.redis.set(crew.bench.keys.cancel("a"), 1, ex=86400)
-
-    reply = await crew.reply("a")
-
-    assert isinstance(reply.end, Done)
-    assert (reply.end.finish_reason, reply.end.usage.completion_tokens) == ("cancelled", len(reply.ids))
-    assert reply.text == text_of(reply.ids)
-    assert 5 <= len(reply.ids) < 4000
-    assert worker.engine.cancelled == ["a"]
-    await crew.bench.clear_streams()
-
-
-async def test_cancel_of_a_job_without_tokens_is_seen_at_the_next_renewal(crew: ServiceBench) -> None:
-    worker = await crew.start()
-    worker.engine.go.clear()
-    await crew.submit("a")
-    await crew.until(lambda: worker.engine.added, "the job in the engine")
-    await crew.bench.redis.set(crew.bench.keys.cancel("a"), 1, ex=86400)
-
-    reply = await crew.reply("a")
-
-    assert isinstance(reply.end, Done)
-    assert (reply.end.finish_reason, reply.ids) == ("cancelled", [])
-
-
-async def test_deadline_ends_a_running_job(crew: ServiceBench) -> None:
-    await crew.start()
-    deadline = await now_ms(crew.bench.redis) + 300
-    await crew.submit("a", max_tokens=4000, entry={"deadline": deadline})
-
-    reply = await crew.reply("a")
-
-    assert isinstance(reply.end, Done)
-    assert reply.end.finish_reason == "deadline"
-    assert reply.end.usage.completion_tokens == len(reply.ids) > 0
-    assert deadline <= await now_ms(crew.bench.redis) < deadline + 2000
-
-
-async def test_killed_worker_is_resumed_without_gap_or_repetition(crew: ServiceBench) -> None:
-    first = await crew.start()
-    await crew.submit("a", max_tokens=600, logprobs=0)
-    await crew.published("a", 20)
-    await first.kill()
-    second = await crew.start()
-
-    reply = await crew.reply("a")
-
-    assert reply.ids == script(HELLO, 600)
-    assert reply.text == text_of(reply.ids)
-    assert [item.id for event in reply.events for item in getattr(event, "logprobs", None) or []] == reply.ids
-    (resume,) = reply.resumes
-    assert (resume.worker, resume.attempt, resume.exact) == (second.service.name, 2, True)
-    assert resume.first >= 20
-    assert isinstance(reply.end, Done)
-    assert (reply.end.usage.completion_tokens, reply.end.usage.cached_tokens) == (600, 2)
-    await crew.bench.clear_streams()
-
-
-async def test_resume_may_finish_without_a_step(crew: ServiceBench) -> None:
-    first = await crew.start()
-    await crew.submit("a", max_tokens=8)
-    await _hold_back_the_end(crew, first)
-    second = await crew.start()
-
-    reply = await crew.reply("a")
-
-    assert reply.ids == script(HELLO, 8)
-    assert isinstance(reply.end, Done)
-    assert reply.end.finish_reason == "length"
-    assert second.engine.added == []
-
-
-async def _hold_back_the_end(crew: ServiceBench, worker: object) -> None:
-    """All tokens are published, the terminal event is not, and the worker is dead."""
-    from worker.queue import Queue
-
-    async def never(self: Queue, rows: object) -> list[object]:
-        await asyncio.Event().wait()
-        return []
-
-    original = Queue.finish
-    Queue.finish = never  # type: ignore[assignment,method-assign]
-    try:
-        await crew.published("a", 8)
-        await worker.kill()  # type: ignore[attr-defined]
-    finally:
-        Queue.finish = original  # type: ignore[method-assign]
-
-
-async def test_zombie_that_wakes_up_is_fenced_and_drops_the_job(crew: ServiceBench) -> None:
-    zombie = await crew.start(engine=FakeEngine(step_seconds=0.01))
-    await crew.submit("a", max_tokens=200)
-    await crew.published("a", 3)
-    await crew.bench.redis.hincrby(crew.bench.keys.job("a"), "epoch", 1)  # somebody took it over
-
-    await crew.until(lambda: "a" in zombie.engine.cancelled, "the zombie to drop the job")
-
-    assert zombie.ready
-    await crew.bench.redis.hset(crew.bench.keys.job("a"), "worker", "gone")
 
 
 async def test_engine_that_refuses_to_start_is_an_error_before_any_job_is_claimed(crew: ServiceBench) -> None:
