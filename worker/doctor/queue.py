@@ -8,8 +8,8 @@ from worker.doctor.facts import Answer, Facts, fail, ok, warn
 from worker.doctor.server import Check
 from worker.humane import counted, duration
 from worker.inspection.scripts import text
+from worker.queue import MAX_SHARDS
 
-MAX_SHARDS = 256  # as in survey.lua
 LONG_WAIT_MS = 60_000
 OVERDUE_MS = 5_000  # a claim promotes what is due, and idle workers claim each second
 SCANNED_KEYS = 10_000

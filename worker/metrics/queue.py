@@ -8,9 +8,8 @@ from prometheus_client.core import Metric
 from worker.backlog import Backlog
 from worker.metrics.values import gauges
 
-KNOWN_SECONDS = (
-    60.0  # what was seen longer ago is not shown: an hour's old 0 would tell an autoscaler that nothing waits
-)
+# What was seen longer ago is not shown: a 0 that is an hour old would tell an autoscaler that nothing waits.
+KNOWN_SECONDS = 60.0
 
 
 class QueueNumbers:
