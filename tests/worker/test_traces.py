@@ -9,12 +9,14 @@ import structlog
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
+from tests.docs.pages import Page
 from tests.servers import Server, first_kind
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.service_bench import ServiceBench
 from tests.worker.span_bench import PARENT, PARTS, SPAN, TRACE, Spans, ask_for_nothing, check, facts
 from worker import otel, running, traces
 
+PAGE = Page("docs/operations.md")
 UNSAMPLED = PARENT[:-1] + "0"
 SECRET = "qxzcanary"
 
@@ -85,6 +87,7 @@ async def test_finished_job_leaves_a_span_below_its_producers_with_a_part_for_ea
         "gllm.preemptions": 0,
         "gllm.outcome": "length",
     }
+    assert {name for name in [*facts(job), *PARTS] if f"`{name}`" not in PAGE.sections["Traces"]} == set()
     assert job.status.status_code is StatusCode.UNSET
     written = "".join(span.to_json() for span in spans.all)
     assert SECRET not in written
