@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 import click
 
+from worker.commands.tables import Column, Page
 from worker.demo_chats import Chat
 from worker.terminal import visible
 
@@ -21,7 +22,12 @@ LINE_CHARACTERS = 88  # a plain line is written when this much of an answer has 
 PANES_PER_ROW = 2
 FRAMES_PER_SECOND = 5
 LEAST_ROWS, LEAST_COLUMNS = 20, 60  # a smaller terminal has no room for eight panes
-HEAD = ("#", "question", "first token", "tokens", "tokens/s", "prompt", "cached", "end")
+COLUMNS = (
+    Column("#", right=True),
+    Column("question"),
+    *(Column(title, right=True) for title in ("first token", "tokens", "tokens/s", "prompt", "cached")),
+    Column("end"),
+)
 
 
 class Screen(ABC):
@@ -137,13 +143,8 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 def table(chats: list[Chat]) -> str:
     """What each chat took, and the share of prompt tokens that the prefix cache served."""
-    rows = [_row(chat) for chat in chats]
-    widths = [max(len(row[column]) for row in [HEAD, *rows]) for column in range(len(HEAD))]
-    lines = [_aligned(HEAD, widths), "  ".join("-" * width for width in widths)]
-    lines += [_aligned(row, widths) for row in rows]
-    return "\n".join(
-        [*lines, "(first token and tokens/s count from the moment the job was submitted)", "", _summary(chats)]
-    )
+    note = "(first token and tokens/s count from the moment the job was submitted)"
+    return "\n".join([*Page().table(COLUMNS, map(_row, chats)), note, "", _summary(chats)])
 
 
 def _row(chat: Chat) -> tuple[str, ...]:
@@ -152,15 +153,6 @@ def _row(chat: Chat) -> tuple[str, ...]:
     question = textwrap.shorten(chat.question, 44, placeholder=" …")
     counts = (str(chat.tokens), speed, str(chat.prompt_tokens), str(chat.cached_tokens))
     return (str(chat.number), question, first, *counts, chat.outcome.partition(":")[0])
-
-
-def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
-    left = ("question", "end")
-    cells = [
-        cell.ljust(width) if name in left else cell.rjust(width)
-        for name, cell, width in zip(HEAD, row, widths, strict=True)
-    ]
-    return "  ".join(cells).rstrip()
 
 
 def _summary(chats: list[Chat]) -> str:

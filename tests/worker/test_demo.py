@@ -87,9 +87,9 @@ def test_demo_table_shows_each_chat_and_the_hit_rate() -> None:
     assert re.split(r"\s{2,}", lines[0].strip()) == [
         "#", "question", "first token", "tokens", "tokens/s", "prompt", "cached", "end",
     ]  # fmt: skip
-    assert lines[2].split() == ["1", "Question", "1?", "0.50", "s", "5", "3.3", "100", "0", "stop"]
-    assert lines[3].split()[-2:] == ["96", "stop"]
-    assert lines[4].split() == ["3", "Why?", "-", "0", "-", "0", "0", "internal"]
+    assert lines[1].split() == ["1", "Question", "1?", "0.50", "s", "5", "3.3", "100", "0", "stop"]
+    assert lines[2].split()[-2:] == ["96", "stop"]
+    assert lines[3].split() == ["3", "Why?", "-", "0", "-", "0", "0", "internal"]
     assert "hit rate: 48.0% (96 of 200 prompt tokens)" in lines[-1]
     assert "10 tokens in 1.5 s, 6.7 tokens/s together" in lines[-1]
 
