@@ -13,7 +13,7 @@ from worker import logs
 from worker.metrics import JobClock, Metrics
 from worker.queue import Claimed
 from worker.replay import Replay
-from worker.scripts import Answer, AppendRow, FinishRow
+from worker.rows import Answer, AppendRow, FinishRow
 from worker.text import Ending, ReplyText
 
 NO_PROBABILITY = -9999.0  # what JSON has for minus infinity

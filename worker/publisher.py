@@ -18,7 +18,7 @@ from worker.active import ActiveJob
 from worker.connection import cancelled
 from worker.link import Link
 from worker.queue import Queue
-from worker.scripts import Answer, AppendRow
+from worker.rows import Answer, AppendRow
 
 MERGE_FACTOR = 2  # times the length of a flush, from its beginning to that of the next
 MERGE_SECONDS = 0.04  # at most that; below what a reader of text notices

@@ -14,7 +14,8 @@ from gllm.protocol import VERSION
 from worker import scripts
 from worker.backlog import Backlog, by_priority
 from worker.replay import PAGE, Replay
-from worker.scripts import Answer, AppendRow, ClaimedRow, FinishRow, LeaseRow, Note, ReleaseRow, Renewal
+from worker.rows import Answer, AppendRow, FinishRow
+from worker.scripts import ClaimedRow, LeaseRow, Note, ReleaseRow, Renewal
 
 DEFAULT_SHARDS = 1
 MAX_SHARDS = 256  # as in join.lua

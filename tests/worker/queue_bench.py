@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from gllm.keys import GROUP, Keys
 from gllm.protocol import Done, ReplyEvent, Timings, Tokens, Usage, decode_event, encode_event
 from worker.queue import Claimed, ClaimReply, Queue
-from worker.scripts import Answer, AppendRow, FinishRow
+from worker.rows import Answer, AppendRow, FinishRow
 
 MODEL = "digest"
 SECONDS = 10.0  # the bound of every wait

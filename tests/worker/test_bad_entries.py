@@ -5,7 +5,7 @@ import pytest
 from gllm.protocol import TERMINAL_ENTRY_ID, Error
 from tests.worker.queue_bench import DONE, QueueBench, finish, finish_row, kinds, now_ms, publish, tokens, until
 from worker.queue import Queue
-from worker.scripts import FinishRow
+from worker.rows import FinishRow
 
 MIB = 1024 * 1024
 FAR = 10**15 - 1  # the latest moment that an entry may name, in the year 33658

@@ -10,7 +10,7 @@ from tests.worker.queue_bench import DONE, QueueBench, finish, kinds, now_ms, pu
 from worker import scripts
 from worker.connection import classify
 from worker.queue import Queue
-from worker.scripts import FinishRow
+from worker.rows import FinishRow
 
 
 async def ids(bench: QueueBench, worker: Queue, want: int = 16, active: tuple[str, ...] = ()) -> list[str]:

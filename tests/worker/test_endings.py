@@ -4,7 +4,7 @@ from gllm.protocol import Done, Start, Usage, encode_event
 from tests.worker.queue_bench import QueueBench, finish, publish
 from worker.backlog import Backlog
 from worker.queue import Queue
-from worker.scripts import AppendRow
+from worker.rows import AppendRow
 
 
 async def ids(bench: QueueBench, worker: Queue) -> list[str]:

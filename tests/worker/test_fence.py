@@ -5,7 +5,7 @@ import pytest
 from gllm.protocol import TERMINAL_ENTRY_ID, Error, encode_event
 from tests.worker.queue_bench import QueueBench, finish, finish_row, publish, tokens
 from worker.queue import Claimed
-from worker.scripts import AppendRow
+from worker.rows import AppendRow
 
 FAILED = encode_event(Error(code="internal", message="nan", retryable=True))
 

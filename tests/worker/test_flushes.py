@@ -12,7 +12,7 @@ from worker.health import Health
 from worker.link import Link
 from worker.metrics import Metrics
 from worker.publisher import Publisher
-from worker.scripts import Answer, AppendRow, FinishRow
+from worker.rows import Answer, AppendRow, FinishRow
 
 
 class Stub:

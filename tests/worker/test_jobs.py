@@ -15,7 +15,7 @@ from worker.jobs import ON_THEIR_WAY, Jobs
 from worker.metrics import Metrics
 from worker.queue import Claimed
 from worker.replay import Replay
-from worker.scripts import Answer
+from worker.rows import Answer
 from worker.text import ReplyText
 
 PROMPT = [100, 101]

@@ -7,7 +7,7 @@ import pytest
 from gllm.protocol import TERMINAL_ENTRY_ID
 from tests.worker.queue_bench import QueueBench, finish, kinds, now_ms, publish, tokens, until
 from worker.queue import Queue
-from worker.scripts import AppendRow
+from worker.rows import AppendRow
 
 
 async def ids(bench: QueueBench, worker: Queue, want: int = 16, active: tuple[str, ...] = ()) -> list[str]:
