@@ -46,6 +46,7 @@ class ActiveJob:
         self.terminal: Done | Error | None = None
         self.on_trial = claimed.suspect
         self.holds: set[str] = set()  # why the engine must not step it now
+        self.releasing = False  # it is being handed back: a renewal that finds it gone says nothing new
         self._abandoned = False
         self._mark: Start | Resume | None = None
         self._replay = Replay()

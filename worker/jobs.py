@@ -257,9 +257,9 @@ class Jobs:
             self.on_left(job, job.outcome)
 
     def renewed(self, claimed: Claimed, status: str) -> None:
-        """The answer of a renewal about one job. One that has ended here hears the same of its finish, or OK."""
+        """The answer of a renewal about one job. One that ends here or is handed back hears the same of that, or OK."""
         job = self._jobs.get(claimed.id)
-        if job is None or job.claimed is not claimed or job.terminal is not None:
+        if job is None or job.claimed is not claimed or job.terminal is not None or job.releasing:
             return
         if status == "FENCED":
             self.fenced(job)

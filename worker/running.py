@@ -25,6 +25,7 @@ from worker.link import Link
 from worker.metrics import Metrics, loop
 from worker.publisher import Publisher
 from worker.queue import Queue
+from worker.rows import Answer
 from worker.startup import Model
 
 LAST_WORDS_SECONDS = 5.0  # for what goes to Redis at the end; without it the lease runs out and says the same
@@ -195,18 +196,29 @@ class Running:
         if not jobs:
             return
         self._log.info(logs.RELEASING, jobs=len(jobs), charged=len(charged))
+        for job in jobs:
+            job.releasing = True
         try:
             answers = await self._queue.release([job.claimed for job in jobs], charged)
         except (RedisError, OSError) as error:
             self.link.lost(error)
             return
+        finally:
+            for job in jobs:
+                job.releasing = False
         for job, answer in zip(jobs, answers, strict=True):
-            if answer.status == "GONE":  # nobody else could take it over
-                self.jobs.fail(job, "internal", "the job's entry was deleted while it ran", retryable=True)
-            else:
-                self._metrics.released.add(answer.status == "OK")
-                job.log.info(logs.JOB_RELEASED, status=answer.status, charged=job.id in charged)
-                self.jobs.drop(job, "released" if answer.status == "OK" else "fenced")
+            if self.jobs.has(job):  # else it has ended meanwhile, or the publisher was told first
+                self._released(job, answer, charged=job.id in charged)
+
+    def _released(self, job: ActiveJob, answer: Answer, *, charged: bool) -> None:
+        if answer.status == "GONE":  # nobody else could take it over
+            self.jobs.fail(job, "internal", "the job's entry was deleted while it ran", retryable=True)
+        elif answer.status == "OK":
+            self._metrics.released.add()
+            job.log.info(logs.JOB_RELEASED, charged=charged)
+            self.jobs.drop(job, "released")
+        else:
+            self.jobs.fenced(job)
 
 
 def _failure_of(part: "asyncio.Task[None]") -> Exception:

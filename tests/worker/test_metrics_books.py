@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -11,9 +12,12 @@ from tests.worker.fake_engine import FakeEngine
 from tests.worker.metrics_page import samples
 from tests.worker.queue_bench import now_ms
 from tests.worker.service_bench import ServiceBench, Worker
+from worker.queue import Claimed, Queue
+from worker.rows import Answer
 
 pytestmark = pytest.mark.parametrize("server_kind", require(binaries())[:1], indirect=True)  # one is enough here
 LONG = {"prompt": "hello", "max_tokens": 4000}
+Release = Callable[[Queue, list[Claimed], frozenset[str]], Awaitable[list[Answer]]]
 
 
 def counted(workers: list[Worker], name: str) -> float:
@@ -112,3 +116,42 @@ async def test_dead_letters_are_counted_by_reason(crew: ServiceBench) -> None:
     assert counted([worker], 'gllm_dead_letters_total{reason="malformed"}') == 1
     assert counted([worker], 'gllm_recoveries_total{path="dead_letter"}') == 3
     await crew.bench.redis.delete(crew.bench.keys.dead)
+
+
+async def handed_back(crew: ServiceBench, monkeypatch: pytest.MonkeyPatch, release: Release) -> tuple[float, float]:
+    """How many jobs a worker counts as released and as fenced that drains with one, and hands it back so."""
+    worker = await crew.start(engine=FakeEngine(step_seconds=0.01), lease=30.0, grace=0.05)
+    await crew.submit("a", **LONG)
+    await crew.published("a", 3)
+    monkeypatch.setattr(Queue, "release", release)
+    await worker.stop()
+    balanced(worker)
+    found = samples(worker.service.metrics)
+    return found["gllm_jobs_released_total"], found['gllm_recoveries_total{path="fenced"}']
+
+
+async def test_job_that_is_renewed_in_vain_while_it_is_handed_back_is_released_and_not_fenced(
+    crew: ServiceBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Queue.release
+
+    async def overtaken(self: Queue, jobs: list[Claimed], charged: frozenset[str]) -> list[Answer]:
+        answers = await real(self, jobs, charged)
+        running = crew.workers[0].service.running
+        assert running is not None
+        await running._lease._turn()  # its answer comes before that of the release
+        return answers
+
+    assert await handed_back(crew, monkeypatch, overtaken) == (1, 0)
+
+
+async def test_job_that_is_anothers_when_it_is_handed_back_is_fenced_and_not_released(
+    crew: ServiceBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Queue.release
+
+    async def late(self: Queue, jobs: list[Claimed], charged: frozenset[str]) -> list[Answer]:
+        await crew.bench.redis.hincrby(crew.bench.keys.job("a"), "epoch", 1)
+        return await real(self, jobs, charged)
+
+    assert await handed_back(crew, monkeypatch, late) == (0, 1)
