@@ -168,11 +168,11 @@ class Queue:
             expired=expired,
             own=own,
             limits=self._limits,
-            keep=not backwards,
+            slots=None if backwards else want,
             active=active,
         )
         self._answer_lost = own and reply.more
-        if reply.left:  # their clients wait in the middle of a reply: the next room is theirs, too
+        if reply.left or reply.kept:  # their clients wait in the middle of a reply: the next room is theirs, too
             self.scan_soon()
         self.clock.set(reply.now_ms)
         return self._reply(reply)

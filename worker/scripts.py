@@ -148,11 +148,14 @@ async def claim(
     expired: bool,
     own: bool,
     limits: tuple[int, int],
-    keep: bool,
+    slots: int | None,
     active: Iterable[str],
 ) -> Claim:
-    """Hand out at most `want` jobs. `limits`: charged attempts and claims; `streams`: short names in scan order."""
-    args = (worker, want, lease_ms, int(expired), int(own), *limits, int(keep), *active)
+    """Hand out at most `want` jobs. `limits`: charged attempts and claims; `streams`: short names in scan order.
+
+    `slots`: free ones of the worker, to leave some of them for jobs that had begun; None: leave none.
+    """
+    args = (worker, want, lease_ms, int(expired), int(own), *limits, slots or "", *active)
     reply = await _claim(redis, _keys(base, streams), args)
     now_ms, more, suspects, groups, bell, states, jobs, notes, left, kept = reply
     return Claim(

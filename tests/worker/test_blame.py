@@ -152,6 +152,31 @@ async def _renewed_claim(bench: QueueBench, worker: Queue) -> list[str]:
     return await ids(bench, worker)
 
 
+async def test_new_jobs_leave_room_in_the_quiet_time_for_those_that_may_be_taken_over_after_it(
+    bench: QueueBench,
+) -> None:
+    """All workers had died: the first that comes back must not be full of new jobs when it may look after the old."""
+    first, second = await bench.worker("first"), await bench.worker("second")
+    suspects = [await bench.submit(f"s{n}") and f"s{n}" for n in range(3)]
+    await bench.claimed(first)
+    await bench.die(first)
+    await bench.redis.hset(bench.keys.meta, "quiet_until", await now_ms(bench.redis) + 60_000)
+    for n in range(4):
+        await bench.submit(f"new{n}")
+
+    reply = await second.claim(4, ())
+    assert ([job.id for job in reply.jobs], reply.kept) == (["new0"], True)
+
+    await bench.redis.hdel(bench.keys.meta, "quiet_until")
+    order: list[str] = ["new0"]
+    for room in (3, 2, 1):
+        (job,) = (await second.claim(room, order)).jobs
+        order.append(job.id)
+        await publish(second, job, 0, 1)
+        second.scan_soon()
+    assert order == ["new0", *suspects]
+
+
 async def test_released_jobs_are_claimable_in_the_quiet_time(bench: QueueBench) -> None:
     one, two = await bench.worker("one", lease=60), await bench.worker("two", lease=60)
     job = await bench.one(one)

@@ -2,10 +2,11 @@
 -- KEYS[1]  the queue's prefix; KEYS[2…] the job streams in scan order
 -- ARGV[1]  worker   ARGV[2] want: the most jobs to hand out   ARGV[3] lease in ms
 -- ARGV[4]  '1' to scan for expired entries too   ARGV[5] '1' to take up own pending entries that are not active
--- ARGV[6]  limit of charged attempts   ARGV[7] limit of claims   ARGV[8] '1' to keep room for suspects from new entries;
--- ARGV[9…] ids of the jobs active in this worker
+-- ARGV[6]  limit of charged attempts   ARGV[7] limit of claims   ARGV[8] the worker's free slots, of which new
+-- entries leave one for each job that had begun and must wait ('': none);   ARGV[9…] ids of the jobs active in this worker
 -- Returns  {now in ms, more, suspects, groups, last id of the bell ('': it is no stream), streams, jobs, notes, left, kept}
---   more      1: stopped before everything was dealt with     suspects  number of suspects left for later
+--   more      1: stopped before everything was dealt with     suspects  number of jobs that had begun and must
+--             wait: suspects, and in the quiet time all that may have lost their worker
 --   groups    number of groups that were lost and made again
 --   streams   per stream: name, last id delivered (read on from it), waiting entries, how many of them were never handed
 --             out
@@ -15,7 +16,7 @@
 --             invalid unsupported too_large max_attempts internal. Dropped: duplicate ended vanished. Others: delayed
 --             promoted dead_letter unburied (the dead letter could not be written) unowned (entries that nobody had)
 --             stream (a key of the queue is not what it should be)
---   left      1: expired entries were left for want of room    kept  1: no more new ones were read, for the suspects' sake
+--   left      1: expired entries were left for want of room    kept  1: new ones were left for the sake of suspects
 -- Error words: none of its own. A lost group is made again at id 0; a stream of another type becomes a note.
 
 local MAX_REPLY_BYTES = 16 * 1024 * 1024
@@ -26,7 +27,7 @@ local FEW = 10 -- entries read whole at a time: their bodies may be large
 
 local want, lease = tonumber(ARGV[2]), tonumber(ARGV[3])
 local scan_expired, scan_own = ARGV[4] == '1', ARGV[5] == '1'
-local max_attempts, max_claims, keep = tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8] == '1'
+local max_attempts, max_claims, slots = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local active = {}
 for i = 9, #ARGV do active[ARGV[i]] = true end
 
@@ -228,7 +229,7 @@ end
 
 local function read_new(stream)
   while not full() do
-    if keep and suspects > 0 and #jobs + suspects >= want then -- they had begun before; new ones would take all the room
+    if slots and suspects > 0 and #jobs + suspects >= slots then
       kept = true
       return
     end
@@ -247,7 +248,9 @@ local calm = quiet(now, lease)
 local function scan(stream)
   recover(stream, 0, RELEASED)
   if scan_own then recover(stream, 0, worker) end
-  if scan_expired and not calm then recover(stream, lease) end
+  if not scan_expired then return end
+  if not calm then return recover(stream, lease) end
+  suspects = suspects + #redis.call('XPENDING', base .. stream, GROUP, 'IDLE', lease, '-', '+', slots or 1)
 end
 
 local function safely(f, stream)
