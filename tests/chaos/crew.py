@@ -17,6 +17,8 @@ from tests.e2e.worker_process import WorkerProcess
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WATCH_SECONDS = 0.02
+SETTLED_SHARE = 0.25
+WAIT_SECONDS = 60.0
 QUIET_EVENTS = ("engine_died",)  # what a worker may say at level error, when its engine was killed
 
 
@@ -29,7 +31,8 @@ class Member:
         self.may_exit = set(may_exit)
         self.frozen = False
         self.ended: float | None = None  # when (monotonic) the supervisor saw its end
-        self._ready = False
+        self._started = time.monotonic()
+        self._ready: float | None = None  # since when (monotonic)
 
     @property
     def pid(self) -> int:
@@ -43,8 +46,16 @@ class Member:
     @property
     def ready(self) -> bool:
         """Whether it serves, or has served before it ended."""
-        self._ready = self._ready or '"event":"ready"' in self.process.said
-        return self._ready
+        if self._ready is None and '"event":"ready"' in self.process.said:
+            self._ready = time.monotonic()
+        return self._ready is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has served for a while, as measured by the time that this machine takes to start it."""
+        if self._ready is None:
+            return False
+        return time.monotonic() - self._ready > SETTLED_SHARE * (self._ready - self._started)
 
     def signal(self, number: int, *allowed: int) -> None:
         self.may_exit |= set(allowed)
@@ -106,11 +117,23 @@ class Crew:
         """Those that serve now."""
         return [member for member in self.members if member.status is None and member.ready and not member.frozen]
 
-    def wait_ready(self, count: int, seconds: float = 60.0) -> list[Member]:
+    @property
+    def settled(self) -> list[Member]:
+        """Those that have served for a while."""
+        return [member for member in self.ready if member.settled]
+
+    def wait_ready(self, count: int) -> None:
         """Until so many serve."""
-        end = time.monotonic() + seconds
-        while len(found := self.ready) < count:
-            assert time.monotonic() < end, f"{len(found)} of {count} workers are ready after {seconds} s"
+        self._wait(lambda: self.ready, count)
+
+    def wait_settled(self, count: int) -> list[Member]:
+        """Until so many have served for a while."""
+        return self._wait(lambda: self.settled, count)
+
+    def _wait(self, members: Callable[[], list[Member]], count: int) -> list[Member]:
+        end = time.monotonic() + WAIT_SECONDS
+        while len(found := members()) < count:
+            assert time.monotonic() < end, f"{len(found)} of {count} workers are there after {WAIT_SECONDS} s"
             time.sleep(WATCH_SECONDS)
         return found
 

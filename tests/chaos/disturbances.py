@@ -61,15 +61,22 @@ class Disturber:
 
     # -- workers --------------------------------------------------------------------------------------------------
 
+    def _victims(self) -> list[Member]:
+        """Those that have served for a while, once they are half of the crew.
+
+        A worker begins with a suspect on trial. To kill each new one at once would charge the same job again and again,
+        and on a slow machine nothing would make progress any more.
+        """
+        return self._crew.wait_settled((self._crew.size + 1) // 2)
+
     def _someone(self) -> Member:
-        """One of those that serve, once half of the crew does: a slow machine is to make progress, too."""
-        return self._rng.choice(self._crew.wait_ready((self._crew.size + 1) // 2))
+        return self._rng.choice(self._victims())
 
     def _kill_everybody(self) -> str:
-        everybody = self._crew.wait_ready((self._crew.size + 1) // 2)
-        for member in everybody:
+        victims = self._victims()
+        for member in victims:
             member.signal(signal.SIGKILL, KILLED)
-        return ", ".join(member.name for member in everybody)
+        return ", ".join(member.name for member in victims)
 
     def _kill_a_worker(self) -> str:
         member = self._someone()

@@ -27,12 +27,12 @@ from tests.servers import Server, first_kind
 
 INNOCENTS = 64
 WORKERS = 3
-LEASE_SECONDS = 1.0
+LEASE_SECONDS = 0.7
 SOON_SECONDS = 6.0  # where a step takes as long as its pace; a busy machine, whose steps take longer, gets more
 END_SECONDS = 60.0
 ROOM = ("--max-sequences", "80", "--kv-blocks", "2400")  # a lone worker has room for all: nobody waits for that
 FLAGS = ("--threads", "1", "--device", "cpu", "--lease", str(LEASE_SECONDS), *ROOM)
-PACE = 0.015
+PACE = 0.01
 STATUS = {"engine": 1, "worker": -9}  # of a worker whose engine, or who itself, was killed
 ENDINGS = ("stop", "stop_token_ids", "min_tokens", "prompt_logprobs")
 
@@ -41,7 +41,7 @@ def innocent(number: int) -> Case:
     """One that nothing ends early, and whose client does nothing but read."""
     made = case(seed=3, number=number)
     job = {name: value for name, value in made.job.items() if name not in ENDINGS}
-    job |= {"max_tokens": 250, "ignore_eos": True}
+    job |= {"max_tokens": 160, "ignore_eos": True}
     return Case(id=f"innocent-{number}", job=job, labels={}, events=(999, 999))
 
 
