@@ -11,14 +11,13 @@ count, and CPU times: let nothing else run meanwhile.
 """
 
 import argparse
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import environment, poolcosts
-from benchmarks.figure import Figure, as_json
+from benchmarks.figure import Figure
 from benchmarks.prefix_trace import Comparison, Setting
+from benchmarks.sections import chosen, conclude, measured
 from benchmarks.trace import TraceRequest, read_trace, synthesise
 
 SECTIONS = {
@@ -53,38 +52,19 @@ def on_trace(options: argparse.Namespace) -> list[Figure]:
     return Comparison(trace_of(options), setting).figures()
 
 
-def measure(options: argparse.Namespace, chosen: list[str]) -> dict[str, list[Figure]]:
+def measure(options: argparse.Namespace, wanted: list[str]) -> dict[str, list[Figure]]:
     works: dict[str, Callable[[], list[Figure]]] = {
         "costs": lambda: poolcosts.measure(options.block_size, options.rounds + 4),
         "d": lambda: on_trace(options),
     }
-    if {"a", "b", "c"} & set(chosen):
+    if {"a", "b", "c"} & set(wanted):
         works |= on_model(options)
-    results: dict[str, list[Figure]] = {}
-    for section in chosen:
-        results[section] = works[section]()
-        print(f"{SECTIONS[section]}: done", file=sys.stderr)
-    return results
-
-
-def show(where: dict[str, str | int | float], results: dict[str, list[Figure]]) -> None:
-    for name, value in where.items():
-        print(f"{name:>14}  {value}")
-    for section, figures in results.items():
-        print(f"\n{SECTIONS[section]}")
-        print("\n".join(figure.line() for figure in figures))
-
-
-def sections(text: str) -> list[str]:
-    chosen = text.split(",")
-    if not set(chosen) <= set(SECTIONS):
-        raise argparse.ArgumentTypeError(f"some of {', '.join(SECTIONS)} expected, got {text!r}")
-    return [name for name in SECTIONS if name in chosen]
+    return measured(SECTIONS, {section: works[section] for section in wanted})
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix", description="The prefix cache, on and off.")
-    parser.add_argument("--only", type=sections, default=list(SECTIONS), metavar="costs,a,b,c,d")
+    parser.add_argument("--only", type=chosen(SECTIONS), default=list(SECTIONS), metavar="costs,a,b,c,d")
     parser.add_argument("--model", default="smollm2", help="as for gllm worker")
     parser.add_argument("--rounds", type=int, default=5, help="of (a), (b) and (c), after one to warm up")
     parser.add_argument("--threads", type=int, default=environment.cpus())
@@ -104,14 +84,7 @@ def main() -> None:
     options = parse()
     where = environment.describe(options.threads)
     results = measure(options, options.only)
-    report = {"environment": where, "results": {name: as_json(figures) for name, figures in results.items()}}
-    if options.json == "-":
-        print(json.dumps(report, indent=1))
-    else:
-        show(where, results)
-    if options.json and options.json != "-":
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
-    sys.exit(1 if options.check and not all(f.met for figures in results.values() for f in figures) else 0)
+    conclude(options, SECTIONS, where, results)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ if sys.path[0] == str(Path(__file__).parent):  # started by path: else `import q
     sys.path[0] = str(Path(__file__).parent.parent)
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 
 from benchmarks import environment, queue_jobs, queue_streams
-from benchmarks.figure import Figure, as_json
+from benchmarks.figure import Figure
 from benchmarks.queue_processes import Bench, bench
+from benchmarks.sections import chosen, conclude, measured
 
 SECTIONS = {
     "latency": "latency: a token's way from the engine to its client",
@@ -50,11 +50,7 @@ def measure(found: Bench, options: argparse.Namespace) -> dict[str, list[Figure]
         "balance": lambda: queue_jobs.balance(found, jobs),
         "plain": streams.against_plain,
     }
-    results: dict[str, list[Figure]] = {}
-    for section in options.only:
-        results[section] = works[section]()
-        print(f"{SECTIONS[section]}: done", file=sys.stderr)
-    return results
+    return measured(SECTIONS, {section: works[section] for section in options.only})
 
 
 def surroundings(found: Bench) -> dict[str, str | int | float]:
@@ -66,24 +62,9 @@ def surroundings(found: Bench) -> dict[str, str | int | float]:
     return {name: described[name] for name in kept} | {"server": server} | libraries
 
 
-def show(where: dict[str, str | int | float], results: dict[str, list[Figure]]) -> None:
-    for name, value in where.items():
-        print(f"{name:>14}  {value}")
-    for section, figures in results.items():
-        print(f"\n{SECTIONS[section]}")
-        print("\n".join(figure.line() for figure in figures))
-
-
-def sections(text: str) -> list[str]:
-    chosen = text.split(",")
-    if not set(chosen) <= set(SECTIONS):
-        raise argparse.ArgumentTypeError(f"some of {', '.join(SECTIONS)} expected, got {text!r}")
-    return [name for name in SECTIONS if name in chosen]
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.queue", description="What a token waits, and costs.")
-    parser.add_argument("--only", type=sections, default=list(SECTIONS), metavar=",".join(SECTIONS))
+    parser.add_argument("--only", type=chosen(SECTIONS), default=list(SECTIONS), metavar=",".join(SECTIONS))
     parser.add_argument("--model", default="smollm2", help="whose tokenizer, as for gllm worker")
     parser.add_argument("--rounds", type=int, default=3, help="of latency, sustained and plain")
     parser.add_argument("--server", help="a redis-server or valkey-server; default: one that is installed")
@@ -100,14 +81,7 @@ def main() -> None:
         if float(where["load_before"]) > BUSY_LOAD:
             print(f"something else is running (load {where['load_before']}): worth little", file=sys.stderr)
         results = measure(found, options)
-    report = {"environment": where, "results": {name: as_json(figures) for name, figures in results.items()}}
-    if options.json == "-":
-        print(json.dumps(report, indent=1))
-    else:
-        show(where, results)
-    if options.json and options.json != "-":
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
-    sys.exit(1 if options.check and not all(f.met for figures in results.values() for f in figures) else 0)
+    conclude(options, SECTIONS, where, results)
 
 
 if __name__ == "__main__":
