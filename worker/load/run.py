@@ -12,7 +12,7 @@ from contextlib import suppress
 from msgspec import Struct
 from redis.exceptions import RedisError
 
-from gllm.client import Client, QueueFull
+from gllm.client import Client
 from gllm.keys import Keys
 from gllm.protocol import Job
 from worker.load.reader import Reader
@@ -45,7 +45,6 @@ class Options(Struct, frozen=True, kw_only=True):
     priority: str = "normal"
     connections: int = 4
     patience: float = 60.0
-    max_queue: int | None = None
 
 
 class Load:
@@ -72,9 +71,7 @@ class Load:
         options = self.options
         keys = Keys(options.queue)
         self._readers = [Reader(options.url, keys, options.patience) for _ in range(options.connections)]
-        async with Client(
-            options.url, options.queue, patience=options.patience, max_queue=options.max_queue
-        ) as self._client:
+        async with Client(options.url, options.queue, patience=options.patience) as self._client:
             parts = [asyncio.create_task(reader.run()) for reader in self._readers]
             parts.append(asyncio.create_task(self._give_up_silent()))
             try:
@@ -170,7 +167,7 @@ class Load:
             await self._client.submit(self._job(record, prompt), id=record.id, priority=options.priority)
             record.accepted = time.monotonic()
             await record.done.wait()
-        except (RedisError, QueueFull, ValueError) as error:
+        except (RedisError, ValueError) as error:
             record.end(f"submit {type(error).__name__}", time.monotonic(), str(error))
         finally:
             reader.forget(record)
