@@ -10,7 +10,6 @@ from redis.exceptions import RedisError
 
 from worker import logs
 from worker.admission import Admission
-from worker.connection import classify
 from worker.jobs import Jobs
 from worker.link import Link
 from worker.metrics import Metrics
@@ -106,8 +105,7 @@ class Claimer:
         try:
             await self._bell.xread(positions, count=1, block=BLOCK_MS)  # type: ignore[arg-type]
         except (RedisError, OSError) as error:
-            if classify(error) != "group_lost":  # the next claim makes the group again
-                self._link.lost(error)
+            self._link.lost(error)
 
     async def _stop_listening(self) -> None:
         if self._listening is not None:

@@ -6,7 +6,7 @@ import pytest
 import structlog
 
 from engine.request import Delta, FinishReason, Request, Stats
-from gllm.protocol import Done, Error, InvalidJob
+from gllm.protocol import Done, Error, InvalidJob, Resume, decode_event
 from gllm.validate import decode_job
 from tests.worker.fake_engine import script
 from tests.worker.text_fixtures import byte_level_backend, engine_info, loaded
@@ -159,6 +159,18 @@ def test_gap_within_our_tokens_is_repaired_and_beyond_them_means_fenced(jobs: Jo
     assert job.repair(Answer("GAP", 3))
     assert [(row.first, row.to) for row in job.rows() if row.kind == "tokens"] == [(3, 5)]
     assert not job.repair(Answer("GAP", 6))
+
+
+def test_mark_that_a_repair_overtakes_says_where_the_reply_really_goes_on(jobs: Jobs) -> None:
+    job = begin(jobs, published=3, claims=2, cached_tokens=0)
+    jobs.step([Delta(id="a", tokens=script(PROMPT, 5))])
+    assert job.repair(Answer("GAP", 2))
+
+    mark, tokens = job.rows()
+
+    resume = decode_event(mark.event)
+    assert isinstance(resume, Resume)
+    assert (mark.first, mark.to, resume.first, tokens.first) == (2, 2, 2, 2)
 
 
 def test_finish_row_waits_for_mark_and_tokens(jobs: Jobs) -> None:

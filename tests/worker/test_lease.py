@@ -57,6 +57,18 @@ async def test_nothing_in_the_lease_loop_waits_with_the_patience_of_other_client
     assert queue.clients == [impatient] * 3
 
 
+async def test_redis_that_somebody_else_lost_is_asked_again_at_once_and_not_when_the_lease_is_due() -> None:
+    lease = lease_of(LostQueue(), connect("redis://127.0.0.1:1"), Metrics())
+    lease._link.restored()
+    lease._due = due = time.monotonic() + 60
+    lease._watch()
+    assert lease._due == due
+
+    lease._link.lost(ConnectionError("gone"))
+    lease._watch()
+    assert lease._due < time.monotonic() + 1
+
+
 async def test_loss_of_the_meta_alone_is_counted_too() -> None:
     """The groups are there, so none is made; what heals itself is never silent."""
     metrics = Metrics()

@@ -60,6 +60,22 @@ async def test_resume_is_exact_between_engines_that_compute_alike(
     assert reply.resumes[0].first >= 10
 
 
+async def test_reply_whose_record_is_gone_is_resumed_from_what_it_tells_itself(crew: ServiceBench) -> None:
+    worker = await crew.start(engine=FakeEngine(step_seconds=0.01))
+    await crew.submit("a", max_tokens=60)
+    await crew.published("a", 10)
+    await worker.kill()
+    await crew.bench.redis.delete(crew.bench.keys.job("a"))
+    await crew.start(engine=FakeEngine(cached_tokens=5))
+
+    reply = await crew.reply("a")
+
+    (resume,) = reply.resumes
+    assert (resume.first >= 10, resume.exact, resume.attempt) == (True, True, 1)
+    assert isinstance(reply.end, Done)
+    assert reply.end.usage.cached_tokens == 2
+
+
 async def test_resume_is_not_exact_when_nobody_knows_who_made_the_published_tokens(crew: ServiceBench) -> None:
     worker = await crew.start(engine=FakeEngine(step_seconds=0.01))
     await crew.submit("a", max_tokens=60)
@@ -74,6 +90,23 @@ async def test_resume_is_not_exact_when_nobody_knows_who_made_the_published_toke
     assert (resume.first >= 10, resume.exact) == (True, False)
     assert isinstance(end, Done)
     assert end.usage.completion_tokens == 60
+
+
+async def test_usage_counts_what_was_published_also_when_it_is_not_generated_again(crew: ServiceBench) -> None:
+    worker = await crew.start(engine=FakeEngine(step_seconds=0.01))
+    await crew.submit("a", max_tokens=4000)
+    await crew.published("a", 10)
+    await worker.kill()
+    published = int(await crew.bench.field("a", "n") or 0)
+    await crew.bench.redis.delete(crew.bench.keys.out("a"))
+    second = await crew.start(engine=FakeEngine(tokens_per_step=0))
+    await crew.until(lambda: second.engine.added, "the job in the second engine")
+    await crew.bench.redis.set(crew.bench.keys.cancel("a"), 1, ex=60)
+    await crew.until_ended("a")
+
+    end = (await crew.bench.events("a"))[-1]
+    assert isinstance(end, Done)
+    assert (end.finish_reason, end.usage.completion_tokens) == ("cancelled", published)
 
 
 async def test_usage_is_that_of_the_whole_reply_and_cached_tokens_that_of_its_first_start(crew: ServiceBench) -> None:
