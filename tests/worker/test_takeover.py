@@ -43,6 +43,20 @@ async def test_lease_holds_while_it_is_renewed(bench: QueueBench) -> None:
     assert (entry["consumer"], entry["times_delivered"]) == (b"owner", 1)  # JUSTID: renewals are no deliveries
 
 
+async def test_job_of_a_worker_with_a_longer_lease_is_left_to_it_for_that_lease(bench: QueueBench) -> None:
+    owner, hasty = await bench.worker("owner", lease=60), await bench.worker("hasty")
+    job = await bench.one(owner)
+    stream = bench.keys.jobs("normal", 0)
+    await bench.redis.zadd(bench.keys.workers, {"owner": await now_ms(bench.redis) - 20_000})  # a third of its lease
+    await bench.redis.xclaim(stream, "workers", "owner", 0, [job.entry], idle=20_000, justid=True)
+
+    assert await ids(bench, hasty) == []
+    await bench.die(owner)
+
+    (taken,) = await bench.claimed(hasty)
+    assert (taken.taken_from, taken.suspect) == ("owner", True)
+
+
 async def test_active_job_is_never_reclaimed_here(bench: QueueBench) -> None:
     worker = await bench.worker()
     job = await bench.one(worker)

@@ -22,8 +22,7 @@
 local MAX_REPLY_BYTES = 16 * 1024 * 1024
 local JOB_BYTES = 4096 -- of one in the reply, beside its body
 local MAX_HANDLED = 256 -- entries dealt with in one call, so that a million duplicates cannot block the server
-local PAGE, MAX_PAGES = 100, 10
-local FEW = 10 -- entries read whole at a time: their bodies may be large
+local PAGE, MAX_PAGES, FEW = 100, 10, 10 -- FEW: entries read whole at a time, for their bodies may be large
 
 local want, lease = tonumber(ARGV[2]), tonumber(ARGV[3])
 local scan_expired, scan_own = ARGV[4] == '1', ARGV[5] == '1'
@@ -31,7 +30,7 @@ local max_attempts, max_claims, slots = tonumber(ARGV[6]), tonumber(ARGV[7]), to
 local active = {}
 for i = 9, #ARGV do active[ARGV[i]] = true end
 
-local jobs = {}
+local jobs, leases = {}, {}
 local bytes, handled, suspects, groups, more, left, kept = 0, 0, 0, 0, false, false, false
 
 local function full()
@@ -40,9 +39,18 @@ end
 
 local function usable(id) return id and #id <= 128 and id:match('^[%w._:-]+$') ~= nil end
 
+-- The lease that a worker told of with its heartbeat: it renews by that one, which need not be ours.
+local function lease_of(name)
+  if not leases[name] then
+    local ok, told = pcall(redis.call, 'HGET', base .. 'worker:' .. name, 'lease')
+    leases[name] = ok and tonumber(told or '') or lease
+  end
+  return leases[name]
+end
+
 local function alive(name)
   local heartbeat = redis.call('ZSCORE', base .. 'workers', name)
-  return heartbeat and tonumber(heartbeat) >= now - lease
+  return heartbeat and tonumber(heartbeat) >= now - lease_of(name)
 end
 
 local function load_record(id)
@@ -175,7 +183,20 @@ local function handle(stream, entry, flat, pending, expired)
   drop(stream, entry)
 end
 
--- Pending entries of `consumer` (nil: of anybody) that were idle for at least `idle` ms.
+-- One pending entry; `expired`: nobody has renewed it for a lease.
+local function recover_one(stream, id, expired)
+  local entry, before = redis.call('XRANGE', base .. stream, id, id)[1], #jobs + #notes
+  if entry then
+    handle(stream, entry[1], entry[2], true, expired)
+  else -- trimmed or deleted while pending: nothing is left to run
+    redis.call('XACK', base .. stream, GROUP, id)
+    note('vanished', '', stream .. ' ' .. id)
+  end
+  -- what was left alone (active, or a suspect) hides nothing behind it, and gives no reason to look again at once
+  if #jobs + #notes > before then handled = handled + 1 end
+end
+
+-- Pending entries of `consumer` (nil: of anybody, by whose own lease they have expired) idle for at least `idle` ms.
 local function recover(stream, idle, consumer)
   local start, of = '-', {consumer}
   for _ = 1, MAX_PAGES do
@@ -185,17 +206,7 @@ local function recover(stream, idle, consumer)
         more, left = true, left or consumer == nil
         return
       end
-      local entry = redis.call('XRANGE', base .. stream, pending[1], pending[1])[1]
-      if entry then
-        local before = #jobs + #notes
-        handle(stream, entry[1], entry[2], true, not consumer)
-        -- what was left alone (active, or a suspect) hides nothing behind it, and gives no reason to look again at once
-        if #jobs + #notes > before then handled = handled + 1 end
-      else -- trimmed or deleted while pending: nothing is left to run
-        redis.call('XACK', base .. stream, GROUP, pending[1])
-        handled = handled + 1
-        note('vanished', '', stream .. ' ' .. pending[1])
-      end
+      if consumer or pending[3] >= lease_of(pending[2]) then recover_one(stream, pending[1], not consumer) end
     end
     if #found < PAGE then return end
     start = '(' .. found[#found][1]
