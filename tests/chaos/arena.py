@@ -52,6 +52,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     tasks: int
     threads: int
     pace: float
+    deck: tuple[str, ...]
     shards: int = 1
 
 
@@ -64,7 +65,7 @@ class Arena:
         self._diary = Diary()
         begin = starter(model, server.url, queue, *FLAGS, "--lease", str(LEASE_SECONDS), pace=plan.pace)
         self._crew = Crew(plan.workers, begin, directory, self._diary)
-        self._disturber = Disturber(plan.seed, self._crew, server, LEASE_SECONDS, self._diary)
+        self._disturber = Disturber(plan.seed, plan.deck, self._crew, server, LEASE_SECONDS, self._diary)
         self._clients = Clients(server.url, queue, self._next_case, self._diary)
         self._numbers = count()
         self._submitted = 0
@@ -162,4 +163,5 @@ class Arena:
         }
         events = Counter(line["event"] for member in self._crew.everybody for line in member.process.events)
         seen = {name: events[name] for name in EVENTS}
-        return f"{self._plan}\n{self._server.binary.name}: {counts}\ndisturbances: {dict(done)}\nlogs: {seen}"
+        plan = {name: getattr(self._plan, name) for name in ("seed", "workers", "pace", "shards")}
+        return f"{plan}\n{self._server.binary.name}: {counts}\ndisturbances: {dict(done)}\nlogs: {seen}"

@@ -4,14 +4,14 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from gllm.connection import connect_sync
 from tests.chaos.crew import Crew, Member
 from tests.chaos.diary import Diary
 from tests.servers import Server
 
-DECK = (
+LONG_DECK = (
     *("kill a worker",) * 3,
     *("kill an engine",) * 2,
     *("freeze a worker",) * 2,
@@ -22,8 +22,23 @@ DECK = (
     "kill everybody",
     *("flush scripts",) * 2,
     *("cut connections",) * 2,
+    "restart the server",
+    "kill the server",
+    "kill server and worker",
+    "freeze the server",
 )
-SERVER_DECK = ("restart the server", "kill the server", "kill server and worker", "freeze the server")
+SHORT_DECK = (
+    *("kill a worker",) * 2,
+    "kill an engine",
+    "freeze both",
+    "freeze a worker",
+    "end a worker",
+    "kill everybody",
+    *("flush scripts",) * 2,
+    "cut connections",
+    "restart the server",
+    "kill server and worker",
+)
 GAP_SECONDS = (0.1, 0.8)
 FROZEN_LEASES = (1.2, 2.5)
 DOWN_LEASES = (0.1, 1.5)
@@ -31,18 +46,19 @@ ENDED, DIED, KILLED = 0, 1, -signal.SIGKILL  # status of a worker after SIGTERM,
 
 
 class Disturber:
-    """Plays decks of disturbances. `lease` in seconds: what is frozen stays so for longer than that."""
+    """Plays a deck of disturbances in random order. `lease` in seconds: what is frozen stays so for longer."""
 
-    def __init__(self, seed: int, crew: Crew, server: Server, lease: float, diary: Diary) -> None:
+    def __init__(self, seed: int, deck: Sequence[str], crew: Crew, server: Server, lease: float, diary: Diary) -> None:
+        self._deck = deck
         self._rng = random.Random(seed)
         self._crew, self._server, self._lease, self._diary = crew, server, lease, diary
         self._thaws: list[threading.Timer] = []
         self.done: list[str] = []
 
     def play(self, more: Callable[[], bool]) -> None:
-        """A whole deck at least; further cards while `more`."""
+        """The whole deck at least; further cards while `more`."""
         for card in self._cards():
-            if len(self.done) >= len(DECK) + len(SERVER_DECK) and not more():
+            if len(self.done) >= len(self._deck) and not more():
                 break
             time.sleep(self._rng.uniform(*GAP_SECONDS))
             self._diary.write(card)
@@ -52,12 +68,14 @@ class Disturber:
             thaw.join()
 
     def _cards(self) -> Iterator[str]:
-        """The server's lie in the first half of a deck: its restart also restarts the clock of the reaper."""
+        """The server's lie in the first half: its restart begins the reaper's wait for dead consumers anew."""
         while True:
-            deck = self._rng.sample(DECK, len(DECK))
-            for card in SERVER_DECK:
-                deck.insert(self._rng.randint(0, len(DECK) // 2), card)
-            yield from deck
+            cards = self._rng.sample(self._deck, len(self._deck))
+            early = [card for card in cards if "server" in card]
+            others = [card for card in cards if card not in early]
+            for card in early:
+                others.insert(self._rng.randint(0, len(others) // 2), card)
+            yield from others
 
     # -- workers --------------------------------------------------------------------------------------------------
 

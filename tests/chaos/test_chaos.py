@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.arena import Arena, Plan, running
+from tests.chaos.disturbances import LONG_DECK, SHORT_DECK
 from tests.servers import first_kind
 
-SHORT = Plan(seed=1, jobs=60, workers=3, tasks=12, threads=8, pace=0.01)
+SHORT = Plan(seed=1, jobs=60, workers=3, tasks=12, threads=8, pace=0.01, deck=SHORT_DECK)
 SEEDS = [int(word) for word in os.environ.get("CHAOS_SEEDS", "1").split()]
 PACES = {"redis": 0.01, "valkey": 0.0}
 
@@ -28,6 +29,6 @@ def test_disturbed_workers_lose_and_double_nothing(multibyte_model: Path, tmp_pa
 def test_thousand_jobs_under_chaos(
     server_kind: str, seed: int, multibyte_model: Path, tmp_path: Path, queue_name: str
 ) -> None:
-    shards = 1 + seed % 3
-    plan = Plan(seed=seed, jobs=1000, workers=4, tasks=24, threads=12, pace=PACES[server_kind], shards=shards)
+    pace, shards = PACES[server_kind], 1 + seed % 3
+    plan = Plan(seed=seed, jobs=1000, workers=4, tasks=24, threads=12, pace=pace, shards=shards, deck=LONG_DECK)
     run(plan, server_kind, multibyte_model, tmp_path, queue_name)
