@@ -24,7 +24,7 @@ def one_job(job: Job | None, fields: dict[str, Any]) -> Job:
 
 
 def checked_id(job_id: str) -> str:
-    if not JOB_ID.fullmatch(job_id):
+    if type(job_id) is not str or not JOB_ID.fullmatch(job_id):  # a number is easily passed
         raise InvalidJob(f"id: 1 to 128 characters of [A-Za-z0-9._:-] expected, got {shown(job_id)}")
     return job_id
 
@@ -39,7 +39,7 @@ def checked_labels(**labels: str | None) -> dict[str, str]:
     """Those that were given."""
     given = {name: value for name, value in labels.items() if value is not None}
     for name, value in given.items():
-        if not 1 <= len(value) <= MAX_LABEL_CHARACTERS or not value.isprintable():
+        if type(value) is not str or not 1 <= len(value) <= MAX_LABEL_CHARACTERS or not value.isprintable():
             raise InvalidJob(f"{name}: 1 to {MAX_LABEL_CHARACTERS} printable characters expected, got {shown(value)}")
     return given
 

@@ -130,6 +130,8 @@ async def test_client_submit_shards_by_affinity_else_by_id(client: Client, raw: 
         ({"prompt": "x", "id": "a b"}, 'id: .*got "a b"'),
         ({"prompt": "x", "id": ""}, 'id: .*got ""'),
         ({"prompt": "x", "id": "é"}, "id: "),
+        ({"prompt": "x", "id": 5}, "id: .*got 5"),
+        ({"prompt": "x", "tenant": 5}, "tenant: .*got 5"),
         ({"prompt": "x", "priority": "urgent"}, 'priority: one of high, normal, low expected, got "urgent"'),
         ({"prompt": "x", "affinity": ""}, 'affinity: .*got ""'),
         ({"prompt": "x", "tenant": "a\nb"}, "tenant: "),

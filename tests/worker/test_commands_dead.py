@@ -116,7 +116,7 @@ async def test_dead_retry_says_what_cannot_be_retried(bench: QueueBench, worker:
     result = commands("dead", "retry", "--all")
     assert result.exit_code == 1
     assert stable(result.stdout) == "good: added to jobs:normal:0 as E\n1 job added again, 4 could not be\n"
-    nobody = "it holds no job that could be added again: no usable id, or no body"
+    nobody = "it holds no job that could be added again: no usable id, no body, or a stream that no worker looks at"
     assert stable(result.stderr).splitlines() == [
         "Error: E (huge): its body of 5.0 MiB was too large to keep; submit it anew",
         f"Error: E (a b): {nobody}",
@@ -126,6 +126,16 @@ async def test_dead_retry_says_what_cannot_be_retried(bench: QueueBench, worker:
     assert [job.id for job in await bench.claimed(worker)] == ["good"]
     rows = commands.json("dead", "retry", "huge", status=1)
     assert (rows[0]["added"], rows[0]["error"].endswith("submit it anew")) == (None, True)
+
+
+@pytest.mark.parametrize("stream", ["jobs:normal:1", "jobs:urgent:0", "jobs:normal:", "meta", ""])
+async def test_dead_retry_adds_no_job_where_no_worker_looks(
+    bench: QueueBench, worker: Queue, commands: Commands, stream: str
+) -> None:
+    letter = {"id": "a", "reason": "max_attempts", "stream": stream, "body": "{}"}
+    await bench.redis.xadd(bench.keys.dead, letter)
+    assert "a stream that no worker looks at" in commands("dead", "retry", "a").stderr
+    assert await bench.letters() == [{name.encode(): value.encode() for name, value in letter.items()}]
 
 
 async def test_dead_retry_leaves_a_job_alone_that_lives_again(

@@ -40,7 +40,7 @@ async def test_doctor_of_a_well_run_queue(own_crew: ServiceBench, own_server: Se
     assert set(found) == {
         "reachable", "version", "role", "eviction", "memory", "persistence", "fsync", "saving", "replicas",
         "idle connections", "buffers", "connections", "clock", "scripts", "permissions", "queue", "keys", "groups",
-        "workers", "holders", "backlog", "delayed", "dead letters", "lives of keys",
+        "streams", "workers", "holders", "backlog", "delayed", "dead letters", "lives of keys",
     }  # fmt: skip
     assert found["workers"].found == "1 alive, room for 3 jobs"
     text = commands.text("doctor")
@@ -62,13 +62,15 @@ async def test_doctor_of_a_queue_in_trouble(own_server: Server, queue_name: str)
         client.zadd(keys.delayed, {"d": 5})
         client.hset(keys.job("e"), "state", "running")
         client.set(keys.bell, "x")
+        client.xadd(keys.jobs("normal", 1), {"id": "f", "body": "{}"})
     found = findings(commands, 1)
     broken = {name: finding.status for name, finding in found.items() if finding.status != "ok"}
     assert broken == {
-        "eviction": "fail", "persistence": "warn", "keys": "fail", "groups": "warn", "workers": "fail",
-        "holders": "warn", "delayed": "warn", "dead letters": "warn", "lives of keys": "warn",
+        "eviction": "fail", "persistence": "warn", "keys": "fail", "groups": "warn", "streams": "fail",
+        "workers": "fail", "holders": "warn", "delayed": "warn", "dead letters": "warn", "lives of keys": "warn",
     }  # fmt: skip
     assert found["groups"].found == "jobs:low:0: there is no such stream"
+    assert found["streams"].found == "no worker looks at jobs:normal:1"
     assert found["keys"].found == f"{keys.bell} is a string, not a stream"
     assert found["lives of keys"].found == f"1 key never expires: {keys.job('e')}"
     assert found["holders"].advice == f"gllm worker --queue {queue_name}"
@@ -77,7 +79,7 @@ async def test_doctor_of_a_queue_in_trouble(own_server: Server, queue_name: str)
     assert findings(commands, 1)["groups"].found == "other groups: spies"
     text = stable(commands("doctor").stdout)
     assert "fail  eviction  maxmemory-policy allkeys-lru\n  → CONFIG SET maxmemory-policy noeviction" in text
-    assert text.endswith("\n3 failures, 6 warnings\n")
+    assert text.endswith("\n4 failures, 6 warnings\n")
 
 
 def test_doctor_of_a_new_queue_only_warns(own_server: Server, queue_name: str) -> None:

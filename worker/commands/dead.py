@@ -172,7 +172,7 @@ def _cause(error: str) -> str:
     if error.startswith("GONE"):
         return "somebody has retried or purged it meanwhile"
     if error.startswith("NOBODY"):
-        return "it holds no job that could be added again: no usable id, or no body"
+        return "it holds no job that could be added again: no usable id, no body, or a stream that no worker looks at"
     if error.startswith("LIVE"):
         return "a job with this id runs or waits again"
     return error

@@ -65,6 +65,16 @@ def _other_groups(facts: Facts) -> list[str]:
     return sorted({text(group["name"]) for answer in answers for group in answer} - {GROUP})
 
 
+def strays(facts: Facts) -> Answer:
+    """A bounded look for job streams that no worker looks at."""
+    base, served = facts.keys.base, {stream.name for stream in facts.seen().streams}
+    names = {text(name).removeprefix(base) for page in _cursors(facts, "jobs:*") for name in page}
+    if lost := sorted(names - served):
+        found = f"no worker looks at {', '.join(lost[:3])}" + (f" and {len(lost) - 3:,} more" if lost[3:] else "")
+        return fail(found, "a producer took another priority or shard: submit these jobs again where there is one")
+    return ok("every job stream is looked at")
+
+
 def workers(facts: Facts) -> Answer:
     alive, silent = len(facts.alive), [worker for worker in facts.workers if worker.state == "silent"]
     waiting = sum(stream.waiting for stream in facts.seen().streams)
@@ -159,11 +169,11 @@ def lives(facts: Facts) -> Answer:
     return ok(f"each of the {counted(looked, 'key')} looked at expires or is to stay")
 
 
-def _cursors(facts: Facts) -> Any:
+def _cursors(facts: Facts, pattern: str = "*") -> Any:
     """Pages of the queue's keys out of the first SCANNED_KEYS of the database."""
     cursor, left = 0, SCANNED_KEYS
     while left > 0:
-        cursor, names = facts.redis.scan(cursor, match=f"{facts.keys.base}*", count=1000)  # type: ignore[misc]
+        cursor, names = facts.redis.scan(cursor, match=f"{facts.keys.base}{pattern}", count=1000)  # type: ignore[misc]
         yield names
         left -= 1000
         if cursor == 0:
@@ -171,6 +181,6 @@ def _cursors(facts: Facts) -> Any:
 
 
 CHECKS: dict[str, Check] = {
-    "queue": meta, "keys": types, "groups": groups, "workers": workers, "agreement": agreement, "holders": holders,
-    "backlog": backlog, "delayed": delayed, "dead letters": dead, "lives of keys": lives,
+    "queue": meta, "keys": types, "groups": groups, "streams": strays, "workers": workers, "agreement": agreement,
+    "holders": holders, "backlog": backlog, "delayed": delayed, "dead letters": dead, "lives of keys": lives,
 }  # fmt: skip

@@ -3,14 +3,18 @@
 -- ARGV[1]  entry id of the dead letter
 -- Returns  the id of the new entry; or an error reply:
 --   GONE     there is no such dead letter
---   NOBODY   it cannot be added again: it has no usable id or stream, or its body was too large to keep
+--   NOBODY   it cannot be added again: it has no usable id, no stream that is served, or its body was too large to keep
 --   LIVE     a job with its id runs or waits again, and must not lose what it has written
 
 local letter = redis.call('XRANGE', base .. 'dead', ARGV[1], ARGV[1])[1]
 if not letter then return redis.error_reply('GONE no dead letter ' .. shown(ARGV[1])) end
 local fields = map_of(letter[2])
 local id, stream, body = fields.id or '', fields.stream or '', fields.body or ''
-if #id > 128 or not id:match('^[%w._:-]+$') or not stream:match('^jobs:%l+:%d+$') or body == '' then
+local shards = tonumber(own('HGET', 'meta', 'shards') or '') or 1
+local shard = tonumber(stream:match('^jobs:high:(%d+)$') or stream:match('^jobs:normal:(%d+)$')
+  or stream:match('^jobs:low:(%d+)$'))
+local served = shard and shard < shards -- else nobody would ever look at it there
+if #id > 128 or not id:match('^[%w._:-]+$') or not served or body == '' then
   return redis.error_reply('NOBODY the dead letter ' .. shown(ARGV[1]) .. ' holds no job that could be added again')
 end
 local live
