@@ -47,7 +47,7 @@ class ActiveJob:
         self.on_trial = claimed.suspect
         self.holds: set[str] = set()  # why the engine must not step it now
         self.releasing = False  # it is being handed back: a renewal that finds it gone says nothing new
-        self._abandoned = False
+        self.abandoned = False  # its reply cannot be written
         self._mark: Start | Resume | None = None
         self._replay = Replay()
         self._logprobs: list[TokenLogprob] = []
@@ -160,15 +160,15 @@ class ActiveJob:
     @property
     def lacking(self) -> bool:
         """Whether there is something that Redis does not have."""
-        return self.terminal is not None or (not self._abandoned and (self._mark is not None or self.unpublished > 0))
+        return self.terminal is not None or (not self.abandoned and (self._mark is not None or self.unpublished > 0))
 
     def give_up(self) -> None:
-        """Write nothing more but a terminal event: the reply's key is broken."""
-        self._abandoned = True
+        """Write nothing more but a terminal event, a new one: tokens that the old one counts will never be there."""
+        self.abandoned, self.terminal = True, None
 
     def rows(self) -> list[AppendRow]:
         """What Redis lacks: the mark, then all tokens that it does not have."""
-        if self._abandoned:
+        if self.abandoned:
             return []
         return [row for row in (self._mark_row(), self._tokens_row()) if row is not None]
 
@@ -212,7 +212,7 @@ class ActiveJob:
     def finish_row(self) -> FinishRow | None:
         """The terminal event, once everything before it is written."""
         waits = self._mark is not None or self.n > self.published
-        if self.terminal is None or (waits and not self._abandoned):
+        if self.terminal is None or (waits and not self.abandoned):
             return None
         claimed = self.claimed
         return FinishRow(

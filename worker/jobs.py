@@ -237,7 +237,7 @@ class Jobs:
 
     def unpublishable(self, job: ActiveJob, message: str) -> None:
         """Only its reply's key can be at fault. The finish script ends it, with a dead letter if all else fails."""
-        if self.owns(job):
+        if self.has(job) and not job.abandoned:
             job.give_up()
             self.fail(job, "internal", f"the reply cannot be written: {message}")
 

@@ -13,6 +13,8 @@ import pytest
 import structlog
 
 from engine import EngineConfig, SamplingParams
+from engine.request import Delta, FinishReason, Stats
+from engine.wire import Stepped
 from tests.engine.driving import request
 from tests.engine.talking import Talk, breakable_child
 from worker.bridge import ROOT, Bridge, EngineRefused
@@ -96,6 +98,15 @@ async def test_a_killed_child_names_what_it_was_at(breakable, config, how):
     assert sorted(talk.died.in_flight) == ["beside", "hang"]
     assert "status -9" in str(talk.died)
     await talk.close()
+
+
+def test_a_request_that_has_ended_is_not_in_flight_though_the_next_launch_is_not_reported_yet():
+    bridge = Bridge()
+    for name in ("a", "b"):
+        bridge.add(request(name, PROMPT))
+    bridge._launched = ["a", "b"]
+    bridge._note(Stepped([Delta(id="a", finish_reason=FinishReason.LENGTH)], Stats()))
+    assert bridge.in_flight == ["b"]
 
 
 async def test_a_child_that_hangs_up_and_stays_is_not_waited_for(breakable, config, monkeypatch):

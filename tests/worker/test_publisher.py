@@ -146,6 +146,43 @@ async def test_reply_key_of_another_type_ends_the_job_with_a_dead_letter(crew: S
     await crew.bench.clear_streams()
 
 
+@pytest.mark.parametrize("tokens_before", [0, 3])
+async def test_reply_key_that_breaks_in_the_step_that_ends_the_job_does_not_keep_the_worker_trying(
+    crew: ServiceBench, tokens_before: int
+) -> None:
+    worker = await crew.start(engine=FakeEngine(tokens_per_step=tokens_before or 50))
+    worker.engine.go.clear()
+    await crew.submit("a", max_tokens=50)
+    await crew.until(lambda: worker.engine.added, "the job in the engine")
+    if tokens_before:
+        worker.engine.go.set()
+        await crew.published("a", tokens_before)
+        worker.engine.go.clear()
+        worker.engine._per_step = 50
+    await crew.bench.redis.set(crew.bench.keys.out("a"), "no stream", ex=60)
+    worker.engine.go.set()
+
+    await crew.until_async(crew.bench.letters, "the dead letter")
+    await crew.until(lambda: not worker.jobs, "the end of the job")
+    assert await crew.bench.field("a", "state") == "ended"
+    await crew.bench.clear_streams()
+
+
+async def test_worker_that_hears_of_more_tokens_than_it_has_made_leaves_the_job_to_whoever_made_them(
+    crew: ServiceBench,
+) -> None:
+    worker = await crew.start(engine=FakeEngine(step_seconds=0.005))
+    await crew.submit("a", max_tokens=300)
+    await crew.published("a", 10)
+    await crew.bench.redis.hset(crew.bench.keys.job("a"), "n", 4000)
+    await crew.until(lambda: "a" in worker.engine.cancelled, "the job to be dropped")
+
+    reply = await crew.reply("a")  # taken up again after a lease, from what the reply really holds
+
+    assert reply.ids == script(HELLO, 300)
+    assert len(reply.resumes) == 1
+
+
 async def test_prompt_logprobs_come_once_with_the_first_tokens_or_at_the_end(crew: ServiceBench) -> None:
     await crew.start(engine=FakeEngine(prompt_logprobs=True))
     await crew.submit("a", max_tokens=4, prompt_logprobs=0)
