@@ -152,6 +152,17 @@ async def _renewed_claim(bench: QueueBench, worker: Queue) -> list[str]:
     return await ids(bench, worker)
 
 
+async def test_quiet_time_is_over_once_the_servers_clock_was_set_back_before_it(bench: QueueBench) -> None:
+    dead, heir = await bench.worker("dead"), await bench.worker("heir")
+    await bench.one(dead)
+    await bench.die(dead)
+    from_ms = await now_ms(bench.redis) + 3_600_000
+
+    await bench.redis.hset(bench.keys.meta, mapping={"quiet_from": from_ms, "quiet_until": from_ms + 1000})
+
+    assert await ids(bench, heir) == ["a"]
+
+
 async def test_new_jobs_leave_room_in_the_quiet_time_for_those_that_may_be_taken_over_after_it(
     bench: QueueBench,
 ) -> None:

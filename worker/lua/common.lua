@@ -158,8 +158,10 @@ end
 local function quiet(now, lease)
   local newest = own('ZREVRANGE', 'workers', 0, 0, 'WITHSCORES')[2]
   if not newest or tonumber(newest) < now - lease then
-    own('HSET', 'meta', 'quiet_until', now + lease)
+    own('HSET', 'meta', 'quiet_from', now, 'quiet_until', now + lease)
     return true
   end
-  return tonumber(own('HGET', 'meta', 'quiet_until') or '0') > now
+  local from, till = unpack(own('HMGET', 'meta', 'quiet_from', 'quiet_until'))
+  -- not before its beginning: else a clock that was set back would keep it going for as long
+  return tonumber(from or '0') <= now and tonumber(till or '0') > now
 end
