@@ -1,4 +1,27 @@
-"""Kill anything, lose nothing, double nothing."""
+"""Kill anything, lose nothing, double nothing.
+
+Real workers with a tiny real model serve a real server that appends every command to its file before it answers.
+Clients of both kinds, in tasks and in threads, submit jobs of every sort (greedy and sampled, with penalties, stops,
+logprobs and text in several scripts; of all priorities, delayed, doubled, cancelled), hang up in the middle of replies
+and go on from the last entry they have seen. Meanwhile workers, their engines and the server are killed, frozen for
+longer than the lease, restarted, told to leave, cut off, and made to forget their scripts. What is proven then:
+
+* every job ends with exactly one terminal event, and none is given up, at default limits of attempts;
+* every client got every token once, in order, without a hole, and so did the stream itself;
+* ids, text, log-probabilities, finish reason and usage are those of an engine that nobody disturbs, bit for bit;
+  a cancelled job has a prefix of them, and its text is what that prefix lets out;
+* a second reader gets the same; submitting again, at any time and with any priority, changes nothing;
+* no worker ends, or complains at level error, without having been hurt;
+* at the end streams, pending lists, dead letters, wishes to cancel and delayed jobs are empty, every key expires but
+  the permanent ones, and no consumer and no worker's name is left.
+
+Which jobs, and what is done to them in which order, is a function of the seed; when it happens is up to the machine. A
+run that breaks a promise says which, and shows the jobs with their events, what was done when, and the workers' logs.
+
+    workload  the jobs            session, clients, witness  who reads them, and what they saw
+    crew      the workers         disturbances               what is done to them and to the server
+    oracle    the right replies   verdict, arena             the comparison, and everything wired
+"""
 
 import os
 from pathlib import Path

@@ -21,6 +21,7 @@ class Witness:
         self.resumes: list[Resume] = []
         self.terminals: list[Done | Error] = []
         self.heard: list[tuple[float, int]] = []  # when (monotonic) there were how many tokens
+        self.end_time = 0.0  # monotonic
         self.place: tuple[str, int | None] = ("0-0", None)  # where the next stream goes on
         self.hangups = 0
         self._begin = time.monotonic()
@@ -46,6 +47,7 @@ class Witness:
                 self._resume(reply.entry, event)
             case Done() | Error():
                 self.terminals.append(event)
+                self.end_time = time.monotonic()
                 self.text += reply.text
         self._check_counts(reply)
         self.place = (reply.entry, reply.characters)
