@@ -31,7 +31,7 @@ class QueueBench:
         )
         await queue.join(MODEL)
         await queue.renew([], {})
-        await self.redis.hdel(self.keys.meta, "quiet_until")  # the first heartbeat of a queue asks for a lease of quiet
+        await self.redis.hdel(self.keys.meta, "quiet_from", "quiet_until")  # a queue's first heartbeat asks for it
         return queue
 
     async def submit(self, job_id: str, priority: str = "normal", **fields: Any) -> str:
