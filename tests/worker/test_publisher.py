@@ -93,8 +93,10 @@ async def test_record_and_reply_set_back_together_leave_no_hole(crew: ServiceBen
     keys = [crew.bench.keys.job("a"), crew.bench.keys.out("a")]
     copies = [await crew.bench.redis.dump(key) for key in keys]
     await crew.published("a", 60)
-    for key, copy in zip(keys, copies, strict=True):
-        await crew.bench.redis.restore(key, 60_000, copy, replace=True)
+    async with crew.bench.redis.pipeline(transaction=True) as both:  # a failover sets everything back to one moment
+        for key, copy in zip(keys, copies, strict=True):
+            both.restore(key, 60_000, copy, replace=True)
+        await both.execute()
 
     assert await _after_repairs(crew, "a") == (script(HELLO, 300), text_of(script(HELLO, 300)))
 
