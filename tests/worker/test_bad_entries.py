@@ -161,7 +161,7 @@ async def test_delayed_of_another_type_ends_what_would_wait_and_the_rest_runs(be
 
 async def test_parked_job_whose_stream_became_something_else_is_ended_and_not_forgotten(bench: QueueBench) -> None:
     worker = await bench.worker()
-    await bench.submit("a", "high", not_before=await now_ms(bench.redis) + 50)
+    await bench.submit("a", "high", not_before=await now_ms(bench.redis) + 500)
     await worker.claim(8, ())
     await bench.redis.delete(bench.keys.jobs("high", 0))
     await bench.redis.set(bench.keys.jobs("high", 0), "text", ex=60)

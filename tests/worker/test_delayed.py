@@ -51,7 +51,7 @@ async def test_running_job_that_the_set_still_names_is_not_added_again(bench: Qu
 
 async def test_delayed_job_can_be_cancelled(bench: QueueBench) -> None:
     worker = await bench.worker()
-    await bench.submit("a", not_before=await now_ms(bench.redis) + 100)
+    await bench.submit("a", not_before=await now_ms(bench.redis) + 500)
     await worker.claim(8, ())
     await bench.redis.set(bench.keys.cancel("a"), 1, ex=86400)
 
@@ -65,7 +65,7 @@ async def test_delayed_job_can_be_cancelled(bench: QueueBench) -> None:
 
 async def test_bad_delayed_member_does_not_stop_the_promotion_of_others(bench: QueueBench) -> None:
     worker = await bench.worker()
-    await bench.submit("a", not_before=await now_ms(bench.redis) + 50)
+    await bench.submit("a", not_before=await now_ms(bench.redis) + 500)
     await worker.claim(8, ())
     await bench.redis.zadd(bench.keys.delayed, {"gone": 1, "odd": 2})
     await bench.redis.set(bench.keys.job("odd"), "text", ex=60)
