@@ -122,6 +122,7 @@ def _share(bench: Bench, count: int, jobs: int) -> tuple[float, list[int]]:
     """Seconds until the last job has ended, and how many each worker had."""
     plan, queue, run = bench.plan(rate=RATE, rows=ROWS, jobs=jobs, tokens=16), bench.name(), bench.name()
     keys = Keys(queue)
+    plan.open_stamps()  # so that it is made once, and not by several workers at a time
     with ExitStack() as stack:
         for worker in [stack.enter_context(Worker(bench, queue, plan)) for _ in range(count)]:
             worker.wait_ready()
