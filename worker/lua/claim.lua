@@ -55,10 +55,10 @@ end
 
 local function load_record(id)
   local got = redis.call('HMGET', base .. 'job:' .. id, 'state', 'entry', 'epoch', 'worker', 'attempts', 'claims', 'n',
-    'cached_tokens')
+    'cached_tokens', 'charged')
   return {state = got[1], entry = got[2], epoch = tonumber(got[3] or '0'), worker = got[4] or '',
           attempts = tonumber(got[5] or '0'), claims = tonumber(got[6] or '0'), n = tonumber(got[7] or '0'),
-          cached = got[8] and got[8]:match('^%d+$')}
+          cached = got[8] and got[8]:match('^%d+$'), charged = got[9] or ''}
 end
 
 -- The reply is the truth about n and about the end; the record may be lost or older (a failover). Where the reply is
@@ -79,7 +79,7 @@ local function charge(item)
   local record = item.record
   if record.state ~= 'running' or record.worker == worker or alive(record.worker) then return end
   local trial = redis.call('HGET', base .. 'worker:' .. record.worker, 'trial')
-  if not trial or trial == item.id then record.attempts = record.attempts + 1 end
+  if not trial or trial == item.id then record.attempts, record.charged = record.attempts + 1, record.worker end
 end
 
 -- Whether another suspect than `candidate` is on trial in this worker.
@@ -96,7 +96,7 @@ local function take(item)
   local epoch, claims = record.epoch + 1, record.claims + 1
   if item.pending then redis.call('XCLAIM', base .. item.stream, GROUP, worker, 0, item.entry, 'JUSTID') end
   redis.call('HSET', key, 'state', 'running', 'epoch', epoch, 'worker', worker, 'attempts', record.attempts,
-    'claims', claims, 'n', record.n, 'entry', item.here)
+    'claims', claims, 'n', record.n, 'entry', item.here, 'charged', record.charged)
   redis.call('PEXPIRE', key, DAY_MS)
   if suspect then
     redis.call('HSET', base .. 'worker:' .. worker, 'trial', item.id)

@@ -73,11 +73,24 @@ local function ring()
   guarded(function() redis.call('XADD', base .. 'bell', 'MAXLEN', 1, '*', 'r', '1') end)
 end
 
+-- A worker that was taken for dead speaks: the charge for its death is taken back. Not the first one: the job is a
+-- suspect by now, and remains it until it has a new token.
+local function take_back(id, worker)
+  local job = base .. 'job:' .. id
+  local got = redis.call('HMGET', job, 'charged', 'attempts')
+  if got[1] ~= worker or tonumber(got[2] or '0') < 2 then return end
+  redis.call('HINCRBY', job, 'attempts', -1)
+  redis.call('HDEL', job, 'charged')
+end
+
 -- The fence: the job's n and attempts, as texts, if it is running under exactly this epoch and this worker, else nil.
 -- Raises for an n that is no count: no answer could say it, and who is told to go on from there would never get on.
 local function fence(id, epoch, worker)
   local got = redis.call('HMGET', base .. 'job:' .. id, 'state', 'epoch', 'worker', 'n', 'attempts')
-  if got[1] ~= 'running' or got[2] ~= epoch or got[3] ~= worker then return nil end
+  if got[1] ~= 'running' or got[2] ~= epoch or got[3] ~= worker then
+    take_back(id, worker)
+    return nil
+  end
   local n = got[4] or '0'
   if #n > 16 or not n:find('^%d+$') then error({err = 'BROKEN job:' .. id .. ' has n ' .. shown(n)}, 0) end
   return n, got[5] or '0'
