@@ -1,6 +1,7 @@
 """Workers that were taken for dead and come back: the charge for a death that was none is taken back."""
 
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 
 import pytest
 
@@ -62,7 +63,7 @@ async def test_suspect_whose_charge_was_taken_back_is_acquitted_by_a_token_as_ev
 async def test_workers_that_were_only_frozen_never_make_a_dead_letter(bench: QueueBench) -> None:
     workers = [await bench.worker(f"w{n}") for n in range(2 * MAX_ATTEMPTS)]
     job = await bench.one(workers[0])
-    for owner, heir in zip(workers, workers[1:], strict=False):
+    for owner, heir in pairwise(workers):
         old, job = job, await passed_on(bench, job, owner, heir)
         await owner.renew([old], {})
     assert int(await bench.field("a", "attempts") or 0) < MAX_ATTEMPTS
