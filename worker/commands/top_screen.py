@@ -47,7 +47,11 @@ class Terminal:
 
     @property
     def size(self) -> os.terminal_size:
-        return shutil.get_terminal_size()
+        """The terminal's own word: LINES and COLUMNS of the environment would not follow a resize."""
+        try:
+            return os.get_terminal_size(sys.stdout.fileno())
+        except OSError:
+            return shutil.get_terminal_size()
 
     def draw(self, lines: Iterable[str]) -> None:
         """These lines over what stood there; what is below the last line of the screen is left out."""
