@@ -37,9 +37,7 @@ class Clients:
 
     def join(self, seconds: float) -> list[str]:
         """Wait until all cases have ended; the ids of those that have not after so many seconds."""
-        end = time.monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        self._join(seconds)
         open_ids = [witness.case.id for witness in self.witnesses if not witness.ended]
         self.stop()
         return open_ids
@@ -47,8 +45,12 @@ class Clients:
     def stop(self) -> None:
         """Take no more cases, and give up what is open (a thread that waits for a reply is left behind)."""
         self._stopped.set()
+        self._join(JOIN_SECONDS)
+
+    def _join(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join(JOIN_SECONDS)
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _next(self) -> Session | None:
         with self._lock:

@@ -42,6 +42,7 @@ def run(plan: Plan, kind: str, model: Path, directory: Path, queue: str) -> None
         print(f"\n{Arena(plan, server, model, directory, queue).run()}")
 
 
+@pytest.mark.timeout(300)  # a busy machine takes its time; everything is bounded
 def test_disturbed_workers_lose_and_double_nothing(multibyte_model: Path, tmp_path: Path, queue_name: str) -> None:
     run(SHORT, first_kind(), multibyte_model, tmp_path, queue_name)
 

@@ -104,6 +104,7 @@ class PoisonRun:
         return {witness: faults for witness, faults in found.items() if faults}
 
 
+@pytest.mark.timeout(300)  # a busy machine takes its time; everything is bounded
 @pytest.mark.parametrize("victim", [pytest.param("engine", marks=pytest.mark.slow), "worker"])
 def test_poison_takes_down_only_itself(victim: str, multibyte_model: Path, tmp_path: Path, queue_name: str) -> None:
     with running(first_kind(), tmp_path) as server:
