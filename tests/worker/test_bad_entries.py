@@ -232,6 +232,19 @@ async def test_key_of_the_queue_that_is_of_another_type_is_named(bench: QueueBen
     assert await bench.letters() == []
 
 
+async def test_heartbeat_takes_its_key_back_from_something_of_another_type(bench: QueueBench) -> None:
+    worker = await bench.worker()
+    key = bench.keys.base + "worker:w1"
+    await bench.redis.delete(key)
+    await bench.redis.set(key, "text")
+
+    await worker.renew([], {"host": "h"})
+
+    beat = await bench.redis.hgetall(key)
+    assert {b"host", b"since", b"heartbeat", b"lease"} <= set(beat)
+    assert await bench.redis.pttl(key) > 0
+
+
 async def test_worker_joins_beside_a_job_stream_of_another_type(bench: QueueBench) -> None:
     await bench.redis.set(bench.keys.jobs("high", 0), "text", ex=60)
     worker = await bench.worker()

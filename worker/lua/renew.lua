@@ -14,6 +14,8 @@ local now = now_ms()
 local function beat()
   local key = base .. 'worker:' .. worker
   own('ZADD', 'workers', now, worker)
+  -- The key is nobody's but this worker's: where something else lies there, it makes room.
+  if guarded(redis.call, 'HSETNX', key, 'since', now) then redis.call('DEL', key) end
   for i = 4, 2 + 2 * heartbeat, 2 do redis.call('HSET', key, ARGV[i], ARGV[i + 1]) end
   redis.call('HSETNX', key, 'since', now)
   redis.call('HSET', key, 'heartbeat', now, 'lease', lease)
