@@ -195,8 +195,8 @@ def main(descriptor: int) -> int:
     die_with_parent()
     if os.getppid() != parent:
         return 1
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent, which drains
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal's are for the parent, which drains
+        signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
     try:
         return _serve(channel)

@@ -31,14 +31,14 @@ from worker.running import Clients, Running, Shutdown
 from worker.startup import Model, RedisRefused, begin_aside, join_queue, load_model
 
 OK, FAILED, REFUSED = 0, 1, 2  # exit status: ended as asked; died with work to do; could not even start
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PHASE_SECONDS = 0.1  # how soon the end of a loading phase is logged
 T = TypeVar("T")
 BELL_TIMEOUT = BLOCK_MS / 1000 + 2.0  # a blocking read must outlast its BLOCK
 
 
 def run(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status of the process."""
+    """Serve until SIGTERM, SIGINT or SIGHUP; the exit status of the process."""
     traces.preload()
     gc.collect()
     gc.freeze()  # modules are never garbage, and to look through them all would stop every stream for 40 ms
@@ -51,10 +51,11 @@ def run(settings: Settings) -> int:
 
 async def _run(settings: Settings) -> tuple[int, bool]:
     service, loop = Service(settings), asyncio.get_running_loop()
-    for number in SIGNALS:  # the loop would take its own handlers along, and a second signal would kill us
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup means it
+    for number in heard:  # the loop would take its own handlers along, and a second signal would kill us
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(service.shutdown.signal))
     status = await service.run()
-    for number in SIGNALS:
+    for number in heard:
         signal.signal(number, signal.SIG_IGN)
     return status, service.loading
 

@@ -1,5 +1,6 @@
 """Signals at moments that are hard to hit by hand."""
 
+import os
 import signal
 import time
 
@@ -16,3 +17,23 @@ def test_sigterm_again_and_again_ends_the_worker_as_asked(start: Start) -> None:
         worker.process.send_signal(signal.SIGTERM)
         time.sleep(0.0005)
     assert worker.process.returncode == 0, worker.said
+
+
+def test_closed_terminal_drains_the_worker_and_leaves_the_engine_to_it(start: Start) -> None:
+    """SIGHUP goes to every process of a terminal, the engine's too."""
+    worker = start()
+    worker.wait_event("ready")
+    for process in (*worker.descendants(), worker.process.pid):
+        os.kill(process, signal.SIGHUP)
+    assert worker.wait_exit() == 0, worker.said
+    assert worker.wait_event("draining")
+
+
+def test_hangup_of_a_terminal_does_not_matter_under_nohup(start: Start) -> None:
+    worker = start(wrap=("nohup",))
+    worker.wait_event("ready")
+    worker.process.send_signal(signal.SIGHUP)
+    worker.process.send_signal(signal.SIGTERM)
+    worker.wait_event("draining")
+    assert worker.wait_exit() == 0, worker.said
+    assert "releasing" not in [line["event"] for line in worker.events], "the hang-up counted as a first signal"
