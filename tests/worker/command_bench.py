@@ -17,6 +17,7 @@ class Commands:
     """Runs `gllm …` in this process, with nothing of this machine's settings but the queue."""
 
     def __init__(self, url: str, keys: Keys) -> None:
+        self.keys = keys
         unset = {name: None for name in os.environ if name.startswith("GLLM_")}
         self.environment = {**unset, "GLLM_REDIS_URL": url, "GLLM_QUEUE": keys.queue}
 

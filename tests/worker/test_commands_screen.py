@@ -1,5 +1,6 @@
 """What all commands of people share: the terminal, --watch, one line for an error, every character for a pipe."""
 
+import json
 import os
 import pty
 import re
@@ -64,6 +65,37 @@ def test_queue_watched_by_a_program_survives_a_lost_redis(own_server: Server, qu
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert (process.returncode, errors) == (0, b"")
+
+
+def test_show_watched_follows_a_job_to_its_end(one_server: str, queue_name: str) -> None:
+    commands = Commands(one_server, Keys(queue_name))
+    with connect_sync(one_server) as server:
+        scribe = Scribe(server, commands.keys, "job1")
+        scribe.start()
+        scribe.tokens(0, 0, [1], "a")
+        process = commands.process("show", "job1", "--watch", "0.1", "--json", "--text", stdout=-1, stderr=-1)
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["reply"]["text"] == "a"
+        scribe.tokens(1, 1, [2], "b")
+        scribe.done(2, "c")
+        looks = (json.loads(line) for line in iter(process.stdout.readline, b""))
+        last = next(look for look in looks if look["state"] == "ended" and look["reply"]["end"])
+    assert last["reply"]["text"] == "abc"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (0, b"")
+
+
+def test_show_watched_gives_a_pipe_every_character(one_server: str, queue_name: str) -> None:
+    commands = Commands(one_server, Keys(queue_name))
+    with connect_sync(one_server) as server:
+        Scribe(server, commands.keys, "job1").tokens(0, 0, [1], "\x1b[31mred")
+    process = commands.process("show", "job1", "--watch", "0.1", "--text", stdout=-1)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"\x1b[31mred\n"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(

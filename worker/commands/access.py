@@ -46,7 +46,7 @@ def one_line_errors(url: str) -> Iterator[None]:
     """Turns the errors of Redis and of our own client into click's, which end a command with one line."""
     from redis.exceptions import RedisError
 
-    from gllm.client import QueueFull
+    from gllm.client import NotReplicated, QueueFull
     from gllm.connection import redact
     from gllm.reply import ReplyError
 
@@ -54,5 +54,5 @@ def one_line_errors(url: str) -> Iterator[None]:
         yield
     except RedisError as error:
         raise click.ClickException(one_line(f"Redis at {redact(url)}: {error}")) from None
-    except (ValueError, ReplyError, QueueFull) as error:
+    except (ValueError, ReplyError, QueueFull, NotReplicated) as error:
         raise click.ClickException(one_line(str(error))) from None

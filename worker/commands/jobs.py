@@ -36,6 +36,9 @@ INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended
 @click.option("--priority", default="normal", show_default=True, help="high, normal or low.")
 @click.option("--affinity", help="Jobs that share this go to one shard.")
 @click.option("--tenant", help="Whose job it is; the prefix cache does not cross tenants.")
+@click.option(
+    "--wait-replicas", type=click.IntRange(0), default=0, help="Wait until so many replicas of Redis have it."
+)
 @click.option("--detach", is_flag=True, help="Print the job's id and leave.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON line per event instead of text.")
 def submit_command(
@@ -44,7 +47,7 @@ def submit_command(
     """Add a job and stream its reply. PROMPT is its text; - reads standard input."""
     from gllm.validate import job_from
 
-    routing = {name: given.pop(name) for name in ("priority", "affinity", "tenant")}
+    routing = {name: given.pop(name) for name in ("priority", "affinity", "tenant", "wait_replicas")}
     job_id, fields = given.pop("job_id"), _job_fields(prompt, **given)
     with connected(redis, queue) as client:
         submitted = client.submit(job_from(**fields), id=job_id, **routing)

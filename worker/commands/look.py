@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from worker.commands.access import inspected
+from worker.commands.job_table import STATE_COLOURS, job_table
 from worker.commands.options import setting_options
 from worker.commands.screen import page, present, reading_options
 from worker.commands.tables import Cell, Column, Page
@@ -13,27 +14,8 @@ from worker.terminal import json_line
 
 if TYPE_CHECKING:
     from worker.inspection.inspector import Inspector
-    from worker.inspection.records import JobList, JobRow, QueueView, WorkerRow
+    from worker.inspection.records import JobList, QueueView, WorkerRow
 
-STATE_COLOURS = {
-    "running": "green",
-    "orphaned": "red",
-    "released": "yellow",
-    "delayed": "cyan",
-    "duplicate": "magenta",
-    "alive": "green",
-    "silent": "yellow",
-    "gone": "red",
-}
-JOB_COLUMNS = (
-    Column("JOB", shrinks=True),
-    Column("STATE"),
-    Column("PRIORITY"),
-    Column("AGE", right=True),
-    Column("TOKENS", right=True),
-    Column("ATTEMPTS", right=True),
-    Column("WORKER", shrinks=True),
-)
 WORKER_COLUMNS = (
     Column("WORKER", shrinks=True),
     Column("STATE"),
@@ -84,20 +66,7 @@ def job_lines(to: Page, queue: str, jobs: "JobList") -> list[str]:
     if not jobs.jobs:
         return [head]
     rest = [f"… and {jobs.hidden:,} more"] if jobs.hidden else []
-    return [head, "", *to.table(JOB_COLUMNS, map(_job_row, jobs.jobs)), *rest]
-
-
-def _job_row(job: "JobRow") -> list[str | Cell]:
-    state = job.state if job.due_in_ms is None else f"{job.state} {duration(job.due_in_ms)}"
-    return [
-        job.id or NOTHING,
-        Cell(state + (", cancelling" if job.cancelling else ""), STATE_COLOURS.get(job.state)),
-        job.priority or NOTHING,
-        duration(job.age_ms),
-        number(job.tokens),
-        number(job.attempts),
-        job.worker or NOTHING,
-    ]
+    return [head, "", *job_table(to, jobs.jobs), *rest]
 
 
 def worker_lines(to: Page, workers: "list[WorkerRow]") -> list[str]:

@@ -41,14 +41,16 @@ def page() -> Page:
 def present(draw: Callable[[], str], watch: float | None) -> None:
     """Writes what `draw` returns, once or every `watch` seconds. While watching, a lost Redis is only mentioned."""
     if watch is None:
-        click.echo(draw())
+        click.echo(
+            draw(), color=True
+        )  # colours are there only for a terminal; else click takes out what looks like one
         return
     terminal = sys.stdout.isatty()
     try:
         click.echo(_BEGIN if terminal else "", nl=False)
         while True:
             text = _drawn(draw)
-            click.echo(_redrawn(text) if terminal else text, nl=not terminal)
+            click.echo(_redrawn(text) if terminal else text, nl=not terminal, color=True)
             time.sleep(watch)
     except KeyboardInterrupt:
         pass  # how one stops watching

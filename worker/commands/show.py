@@ -4,11 +4,12 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from msgspec import Struct
 
 from worker.commands.access import inspected
-from worker.commands.look import STATE_COLOURS
+from worker.commands.job_table import STATE_COLOURS
 from worker.commands.options import setting_options
-from worker.commands.screen import json_option, page
+from worker.commands.screen import page, present, reading_options
 from worker.commands.tables import Cell, Column, Page
 from worker.humane import counted, duration, number, size
 from worker.terminal import json_line, visible
@@ -28,22 +29,34 @@ EVENT_COLUMNS = (Column("ENTRY"), Column("EVENT"), Column("WHAT", shrinks=True))
 @setting_options("redis", "queue")
 @click.option("--text", "text", is_flag=True, help="Only the reply's text, as far as it is written.")
 @click.option("--events", "events", is_flag=True, help="Each event of the reply, too.")
-@json_option
+@reading_options
 def show_command(
-    job_id: str, redis: str | None, queue: str | None, text: bool, events: bool, as_json: bool
+    job_id: str, redis: str | None, queue: str | None, text: bool, events: bool, as_json: bool, watch: float | None
 ) -> NoReturn:
     """Everything about one job: its record, its place, its reply, its end. Exit status 1 for an id nobody knows."""
+    shape = Shape(as_json=as_json, text=text, events=events)
     with inspected(redis, queue) as inspector:
-        view = inspector.job(job_id)
-        if view is None:
-            raise click.ClickException(_unknown(inspector, job_id))
-    if as_json:
-        click.echo(json_line(_for_programs(view, text=text, events=events)))
-    elif text:
-        click.echo(visible(view.reply.text if view.reply else ""), color=True)  # a pipe gets every character
-    else:
-        click.echo("\n".join(_lines(page(), view, events)))
+        present(lambda: _show(inspector, job_id, shape), watch)
     sys.exit(0)
+
+
+class Shape(Struct, frozen=True, kw_only=True):
+    """How a job is shown. `as_json` for programs, `text` the reply's text alone, `events` each event of the reply."""
+
+    as_json: bool
+    text: bool
+    events: bool
+
+
+def _show(inspector: "Inspector", job_id: str, shape: Shape) -> str:
+    view = inspector.job(job_id)
+    if view is None:
+        raise click.ClickException(_unknown(inspector, job_id))
+    if shape.as_json:
+        return json_line(_for_programs(view, text=shape.text, events=shape.events))
+    if shape.text:
+        return visible(view.reply.text if view.reply else "")
+    return "\n".join(_lines(page(), view, shape.events))
 
 
 def _unknown(inspector: "Inspector", job_id: str) -> str:

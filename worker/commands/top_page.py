@@ -6,10 +6,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from worker.commands.look import STATE_COLOURS
+from worker.commands.job_table import STATE_COLOURS, job_table, speed
 from worker.commands.tables import Cell, Column, Page
 from worker.commands.top_rates import Look, Rates, Watch
-from worker.humane import NOTHING, duration, number
+from worker.humane import NOTHING, duration
 from worker.inspection.records import EngineView, JobRow, WorkerRow
 
 Order = Literal["turn", "age", "tokens", "rate"]
@@ -28,16 +28,6 @@ WORKER_COLUMNS = (
     Column("HEARTBEAT", right=True),
     Column("UP", right=True),
     Column("DEVICE", shrinks=True),
-)
-JOB_COLUMNS = (
-    Column("JOB", shrinks=True),
-    Column("STATE"),
-    Column("PRIORITY"),
-    Column("AGE", right=True),
-    Column("TOKENS", right=True),
-    Column("TOKENS/S", right=True),
-    Column("ATTEMPTS", right=True),
-    Column("WORKER", shrinks=True),
 )
 
 
@@ -106,7 +96,7 @@ def _head(look: Look, watch: Watch) -> list[tuple[str, str | Cell | None]]:
         ("workers", Cell(alive, None if view.workers_alive else "red")),
         ("jobs", f"{jobs.held - jobs.orphaned:,} running, {waiting}"),
         *((name, Cell(f"{count:,}", "yellow")) for name, count in rare.items() if count),
-        ("tokens/s", f"{_speed(watch.running())} of the running jobs; {_rates(rates)} by the last heartbeats"),
+        ("tokens/s", f"{speed(watch.running())} of the running jobs; {_rates(rates)} by the last heartbeats"),
         ("hit rate", f"{_percent(rates.hit_rate)} of the last minute, {_percent(total)} since the workers' start"),
         ("kv cache", _kv(engines)),
         *(("problem", Cell(problem, "red")) for problem in view.problems),
@@ -114,7 +104,7 @@ def _head(look: Look, watch: Watch) -> list[tuple[str, str | Cell | None]]:
 
 
 def _rates(rates: Rates) -> str:
-    return f"{_speed(rates.tokens_per_second)} out and {_speed(rates.prompt_tokens_per_second)} of prompts"
+    return f"{speed(rates.tokens_per_second)} out and {speed(rates.prompt_tokens_per_second)} of prompts"
 
 
 def _kv(engines: list[EngineView]) -> str | None:
@@ -154,8 +144,8 @@ def _worker_row(row: WorkerRow, rates: Rates) -> list[str | Cell]:
         row.name,
         Cell(row.state, STATE_COLOURS[row.state]),
         f"{row.jobs}/{row.capacity}" if row.capacity else str(row.jobs),
-        _speed(rates.tokens_per_second),
-        _speed(rates.prompt_tokens_per_second),
+        speed(rates.tokens_per_second),
+        speed(rates.prompt_tokens_per_second),
         _percent(rates.hit_rate),
         _percent(engine.blocks_live / engine.blocks if engine and engine.blocks else None),
         duration(row.heartbeat_ms),
@@ -167,24 +157,7 @@ def _worker_row(row: WorkerRow, rates: Rates) -> list[str | Cell]:
 def _jobs(shown: Sequence[JobRow], look: Look, watch: Watch, to: Page) -> list[str]:
     hidden = look.jobs.hidden + len(look.jobs.jobs) - len(shown)
     rest = [f"… and {hidden:,} more"] if hidden else []
-    return [*to.table(JOB_COLUMNS, [_job_row(job, watch.job(job)) for job in shown]), *rest] if shown else []
-
-
-def _job_row(job: JobRow, speed: float | None) -> list[str | Cell]:
-    return [
-        job.id or NOTHING,
-        Cell(job.state + (", cancelling" if job.cancelling else ""), STATE_COLOURS.get(job.state)),
-        job.priority or NOTHING,
-        duration(job.age_ms),
-        number(job.tokens),
-        _speed(speed),
-        number(job.attempts),
-        job.worker or NOTHING,
-    ]
-
-
-def _speed(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+    return [*job_table(to, shown, watch.job), *rest] if shown else []
 
 
 def _percent(share: float | None) -> str:
