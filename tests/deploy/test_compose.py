@@ -119,7 +119,7 @@ def test_images_of_others_are_named_with_a_version() -> None:
 def test_what_is_mounted_exists() -> None:
     mounted = [volume for service in services().values() for volume in service.get("volumes", [])]
     paths = [volume.partition(":")[0] for volume in mounted if volume.startswith("./")]
-    assert len(paths) == 4
+    assert len(paths) == 3
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 

@@ -41,9 +41,7 @@ def page() -> Page:
 def present(draw: Callable[[], str], watch: float | None) -> None:
     """Writes what `draw` returns, once or every `watch` seconds. While watching, a lost Redis is only mentioned."""
     if watch is None:
-        click.echo(
-            draw(), color=True
-        )  # colours are there only for a terminal; else click takes out what looks like one
+        click.echo(draw(), color=True)  # a pipe gets every character, also what looks like a colour
         return
     terminal = sys.stdout.isatty()
     try:
