@@ -1,0 +1,50 @@
+"""Where compiled kernels are kept: beside the package when an image brings them, else in the user's cache folder."""
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+BUILT = Path(__file__).with_name("built")  # filled by `python -m kernels.cpu.compile` when an image is built
+
+
+def folders() -> Iterator[Path]:
+    """Folders that may hold kernels, in the order to look; each is ours alone, because code is loaded from it."""
+    yield BUILT
+    for folder in _candidates():
+        if _make_private(folder):
+            yield folder
+            return
+
+
+def scratch() -> Path:
+    """A fresh folder, for when no folder can be kept."""
+    return Path(tempfile.mkdtemp(prefix="gllm-kernels-"))
+
+
+def _candidates() -> Iterator[Path]:
+    if chosen := os.environ.get("GLLM_CACHE"):
+        yield Path(chosen) / "kernels"
+        return
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        yield Path(cache) / "gllm" / "kernels"
+    if os.environ.get("HOME"):
+        yield Path(os.environ["HOME"]) / ".cache" / "gllm" / "kernels"
+    yield Path(tempfile.gettempdir()) / f"gllm-kernels-{os.geteuid()}"
+
+
+def _make_private(folder: Path) -> bool:
+    """Whether the folder is (now) there, writable, and nobody else's: others could put code into a shared one."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _is_ours(folder) and _is_ours(folder.parent) and os.access(folder, os.W_OK)
+    except OSError:
+        return False
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether nobody but us (and root) can replace what is in it."""
+    facts = folder.stat()
+    shared = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not facts.st_mode & stat.S_ISVTX
+    return facts.st_uid in (0, os.geteuid()) and not shared
