@@ -4,20 +4,20 @@ Keys are taken in tiles at fixed absolute positions. Each (query row, tile) prod
 tiles are merged one by one, in order (flash-decoding's split, Dao et al. 2023, with a split that only the position
 decides). So a row's result is the same, bit for bit, from a decode step, from a chunk and from a whole prefill.
 
-What lies beyond a sequence's length is replaced by zero before any product: 0 x NaN would be NaN.
+With a sliding window a row begins at the tile that holds the first key it sees: that too only its position decides.
 """
 
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.rows import COUNTS, TILE, RowCounts, cancelling
+from kernels.rows import TILE
+from kernels.tiles import Paging, Scoring, Span, attend_tile, gather, hide, merge, row_counts
 
 PAIRS = 64  # (sequence, key tile) pairs whose keys and values a decode gathers at once: bounds its memory
-KEYS_PER_TILE = 256  # larger tiles waste work on short contexts, smaller ones cost more merges on long ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Heads:
 
 
 class AttentionBatch:
-    """A ragged batch, prepared once per step and used by all its layers.
+    """A ragged batch, prepared once per step and window and used by all layers that have it.
 
     Sequence i owns the next `query_lengths[i]` tokens, which are the last positions of its `lengths[i]`;
     `tables` [S, max_blocks] are its blocks (int64, on the cache's device).
@@ -38,98 +38,56 @@ class AttentionBatch:
     def __init__(
         self, query_lengths: list[int], lengths: list[int], tables: Tensor, block_size: int, heads: Heads
     ) -> None:
+        self.query_lengths, self.lengths = query_lengths, lengths
         self.tables, self.block_size, self.heads = tables, block_size, heads
-        self.tile_keys = max(1, KEYS_PER_TILE // block_size) * block_size
-        self.parts: list[_Decodes | _Chunk] = []
+        self._parts: dict[int, list[_Decodes | _Chunk]] = {}
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def parts(self, window: int | None) -> "list[_Decodes | _Chunk]":
+        """The batch cut into its decodes and its chunks, laid out for a window (None: all that came before)."""
+        reach = self.longest if window is None else min(window, self.longest)
+        if reach not in self._parts:
+            self._parts[reach] = self._lay_out(reach)
+        return self._parts[reach]
+
+    def _lay_out(self, window: int) -> "list[_Decodes | _Chunk]":
+        paging = Paging.of(self.tables, self.block_size)
+        parts: list[_Decodes | _Chunk] = []
         first, decodes = 0, list[_Decode]()
-        for index, (count, length) in enumerate(zip(query_lengths, lengths, strict=True)):
+        for index, (count, length) in enumerate(zip(self.query_lengths, self.lengths, strict=True)):
             if count == 1:
-                decodes.append(_Decode(length, first, index))
+                decodes.append(_Decode(max(0, length - window), length, first, index))
             else:
-                self.parts.append(_Chunk(self, index, first, count, length))
+                parts.append(_Chunk(paging, self.heads, _Queries(index, first, count, length, window)))
             first += count
         if decodes:
-            self.parts.append(_Decodes(self, sorted(decodes, key=lambda decode: -decode.length)))
-        self.tokens = first
+            parts.append(_Decodes(paging, self.heads, decodes))
+        return parts
 
 
-class _Decode(NamedTuple):
-    length: int
-    token: int
-    sequence: int
-
-
-def paged_attention(q: Tensor, kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, kv: Tensor, batch: AttentionBatch, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
     """q [T, heads, D], kv [2, blocks, kv_heads, block_size, D] -> [T, heads, D] in q's dtype."""
-    if len(batch.parts) == 1 and batch.parts[0].in_order:
-        return batch.parts[0].attend(q, kv, scale)
+    parts, scoring = batch.parts(window), Scoring(scale, softcap)
+    if len(parts) == 1 and parts[0].in_order:
+        return parts[0].attend(q, kv, scoring)
     out = torch.empty_like(q)
-    for part in batch.parts:
-        out[part.tokens] = part.attend(q[part.tokens], kv, scale)
+    for part in parts:
+        out[part.tokens] = part.attend(q[part.tokens], kv, scoring)
     return out
 
 
-def _row_counts(keys: int, width: int, device: torch.device) -> RowCounts:
-    """Which numbers of query rows give the same bits in both products with a tile of `keys` keys."""
-    return _measure_row_counts(keys, width, device, torch.get_num_threads())
+class _Decode(NamedTuple):
+    """One query token, which sees the keys first_key … length - 1."""
 
-
-@cache
-def _measure_row_counts(keys: int, width: int, device: torch.device, threads: int) -> RowCounts:
-    """Measured for a lone product too: libraries split that one over their threads, and batches product by product."""
-    counts = [
-        _measure_product(outputs, inner, batch, device, transposed=transposed)
-        for outputs, inner, transposed in ((keys, width, True), (width, keys, False))
-        for batch in (1, 3)
-    ]
-    return reduce(RowCounts.both, counts)
-
-
-def _measure_product(outputs: int, inner: int, batch: int, device: torch.device, *, transposed: bool) -> RowCounts:
-    x, w = cancelling(COUNTS[-1], outputs, inner, torch.float32, device)
-    right = w.expand(batch, -1, -1).contiguous().transpose(1, 2) if transposed else w.T.repeat(batch, 1, 1)
-    return RowCounts.measure(lambda rows: torch.bmm(rows.expand(batch, -1, -1), right).transpose(0, 1), x)
-
-
-def _gather(kv: Tensor, blocks: Tensor, invalid: Tensor) -> Tensor:
-    """Key and value tiles as float32 [2, tiles, kv_heads, keys, D], zero where `invalid` [tiles, 1, keys, 1]."""
-    _, _, heads, block_size, width = kv.shape
-    tiles = invalid.shape[0]
-    found = kv.index_select(1, blocks).view(2, tiles, -1, heads, block_size, width)
-    paged = found.permute(0, 1, 3, 2, 4, 5).to(torch.float32, memory_format=torch.contiguous_format)
-    return paged.reshape(2, tiles, heads, -1, width).masked_fill_(invalid, 0.0)
-
-
-class _Tile(NamedTuple):
-    out: Tensor  # attention within the tile, normalised
-    scores: Tensor
-    weights: Tensor
-
-    @property
-    def log_sum(self) -> Tensor:
-        """log of the sum of exp(scores) over keys, [..., 1]; the largest weight is exp(max - log_sum)."""
-        return self.scores.amax(-1, keepdim=True) - self.weights.amax(-1, keepdim=True).log()
-
-
-def _attend_tile(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> _Tile:
-    """q [B, R, D], keys and values [B, K, D]; `mask` is added to the scores of the first rows it covers."""
-    scores = torch.bmm(q, keys.transpose(1, 2))
-    if mask is not None:
-        scores[:, : mask.shape[1]] += mask
-    weights = torch.softmax(scores, -1)
-    return _Tile(torch.bmm(weights, values), scores, weights)
-
-
-def _merge(out: Tensor, total: Tensor, more: Tensor, log_sum: Tensor) -> None:
-    """Merge one more tile into out [..., D] and its running log-sum total [..., 1], in place.
-
-    Only exp, log and single arithmetic operations: torch's fused ones round differently at the ends of a tensor.
-    """
-    top = torch.maximum(total, log_sum)
-    merged = ((total - top).exp_() + (log_sum - top).exp_()).log_() + top
-    out *= (total - merged).exp_()
-    out += more * (log_sum - merged).exp_()
-    total.copy_(merged)
+    first_key: int
+    length: int
+    token: int
+    sequence: int
 
 
 class _Pairs(NamedTuple):
@@ -137,69 +95,94 @@ class _Pairs(NamedTuple):
 
     having: list[int]
     blocks: Tensor
-    invalid: Tensor
+    unseen: Tensor
     mask: Tensor
 
 
 class _Decodes:
     """All sequences with one query token: every (sequence, key tile) pair is one entry of a batched product.
 
-    Sequences are sorted by falling length, so that those with a j-th tile are the first ones.
+    Sequences are sorted by falling number of tiles that they see, so that those with a j-th tile are the first ones.
     """
 
-    def __init__(self, batch: AttentionBatch, decodes: list[_Decode]) -> None:
-        self.heads, self.keys = batch.heads, batch.tile_keys
-        self.tokens = torch.tensor([decode.token for decode in decodes], device=batch.tables.device)
+    def __init__(self, paging: Paging, heads: Heads, decodes: list[_Decode]) -> None:
+        self._heads, self._keys = heads, paging.tile_keys
+        tiles = {decode: paging.tile_range(decode.first_key, decode.length) for decode in decodes}
+        decodes = sorted(decodes, key=lambda decode: -len(tiles[decode]))
+        self.tokens = torch.tensor([decode.token for decode in decodes], device=paging.tables.device)
         self.in_order = [decode.token for decode in decodes] == list(range(len(decodes)))
-        tiles = -(-decodes[0].length // self.keys)
-        having = [sum(1 for decode in decodes if decode.length > tile * self.keys) for tile in range(tiles)]
+        most = len(tiles[decodes[0]])
+        having = [[decode for decode in decodes if len(tiles[decode]) > number] for number in range(most)]
+        pairs = [[(decode, tiles[decode][number]) for decode in having[number]] for number in range(most)]
         at_once = max(1, PAIRS // len(decodes))
-        self.pairs = [_pairs(batch, decodes, having[t : t + at_once], t) for t in range(0, tiles, at_once)]
-        self.many = tiles > 1
+        self._pairs = [_pair(paging, heads, pairs[first : first + at_once]) for first in range(0, most, at_once)]
+        self._many = most > 1
 
-    def attend(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, kv: Tensor, scoring: Scoring) -> Tensor:
         count, heads, width = q.shape
-        group = self.heads.group
-        rows = _row_counts(self.keys, width, q.device).padded(group)
-        padded = q.new_zeros(count, self.heads.kv, rows, width, dtype=torch.float32)
-        padded[:, :, :group].copy_(q.view(count, self.heads.kv, group, width)).mul_(scale)  # scaled after it is float32
-        return self._attend(padded, kv)[:, :, :group].reshape(count, heads, width).to(q.dtype)
+        group = self._heads.group
+        rows = row_counts(self._keys, width, q.device).padded(group)
+        padded = q.new_zeros(count, self._heads.kv, rows, width, dtype=torch.float32)
+        grouped = q.view(count, self._heads.kv, group, width)
+        padded[:, :, :group].copy_(grouped).mul_(scoring.scale)  # scaled after it is float32
+        return self._attend(padded, kv, scoring)[:, :, :group].reshape(count, heads, width).to(q.dtype)
 
-    def _attend(self, q: Tensor, kv: Tensor) -> Tensor:
-        """q [S, kv_heads, rows, D] in order of falling length -> the same, attended."""
-        tiles = [tile for pairs in self.pairs for tile in self._attend_pairs(q, kv, pairs)]
+    def _attend(self, q: Tensor, kv: Tensor, scoring: Scoring) -> Tensor:
+        """q [S, kv_heads, rows, D] in order of falling number of tiles -> the same, attended."""
+        tiles = [tile for pairs in self._pairs for tile in self._attend_pairs(q, kv, pairs, scoring)]
         out, total = tiles[0]
         for more, log_sum in tiles[1:]:
-            _merge(out[: len(more)], total[: len(more)], more, log_sum)
+            merge(out[: len(more)], total[: len(more)], more, log_sum)
         return out
 
-    def _attend_pairs(self, q: Tensor, kv: Tensor, pairs: _Pairs) -> list[tuple[Tensor, Tensor]]:
+    def _attend_pairs(self, q: Tensor, kv: Tensor, pairs: _Pairs, scoring: Scoring) -> list[tuple[Tensor, Tensor]]:
         """For each tile, attention within it of the sequences that have it, and their log-sums (if tiles are many)."""
-        keys, values = _gather(kv, pairs.blocks, pairs.invalid).flatten(1, 2)
+        keys, values = gather(kv, pairs.blocks, pairs.unseen).flatten(1, 2)
         having = pairs.having
         queries = q[: having[0]] if len(having) == 1 else torch.cat([q[:count] for count in having])
-        tile = _attend_tile(queries.flatten(0, 1), keys, values, pairs.mask.expand(-1, q.shape[2], -1))
+        mask = pairs.mask.expand(-1, q.shape[2], -1)
+        tile = attend_tile(queries.flatten(0, 1), keys, values, mask, scoring.softcap)
         outs = tile.out.view(queries.shape)
-        if not self.many:
+        if not self._many:
             return [(outs, outs)]
         log_sums = tile.log_sum.view(*queries.shape[:3], 1)
         return list(zip(outs.split(having), log_sums.split(having), strict=True))
 
 
-def _pairs(batch: AttentionBatch, decodes: list[_Decode], having: list[int], first_tile: int) -> _Pairs:
-    device = batch.tables.device
-    pairs = [(decodes[i], tile) for tile, count in enumerate(having, first_tile) for i in range(count)]
-    sequence, tile, length = torch.tensor([(d.sequence, tile, d.length) for d, tile in pairs], device=device).T
-    blocks, invalid = _tile_layout(batch, sequence, tile, length)
-    mask = torch.zeros(invalid.shape, device=device).masked_fill_(invalid, -torch.inf)
-    return _Pairs(having, blocks, invalid[:, None, :, None], mask.repeat_interleave(batch.heads.kv, 0)[:, None])
+def _pair(paging: Paging, heads: Heads, tiles: list[list[tuple[_Decode, int]]]) -> _Pairs:
+    facts = [(d.sequence, tile, d.first_key, d.length) for pairs in tiles for d, tile in pairs]
+    sequence, tile, first, length = torch.tensor(facts, device=paging.tables.device).T
+    blocks, unseen = paging.locate(sequence, tile, Span(first, length))
+    mask = hide(unseen).repeat_interleave(heads.kv, 0)[:, None]
+    return _Pairs([len(pairs) for pairs in tiles], blocks, unseen[:, None, :, None], mask)
+
+
+@dataclass(frozen=True, slots=True)
+class _Queries:
+    """The tokens of a chunk: the last `count` positions of `length`, each of which sees `window` keys, its own too."""
+
+    sequence: int
+    first_token: int
+    count: int
+    length: int
+    window: int
+
+    @property
+    def start(self) -> int:
+        return self.length - self.count
+
+    @property
+    def first_key(self) -> int:
+        return max(0, self.start + 1 - self.window)
 
 
 class _TileRows(NamedTuple):
-    """The query rows that see a key tile: from `start` (a multiple of TILE) on; those before `first` see none of it."""
+    """The query rows first … end - 1 see something of a key tile; start … stop - 1 are those in whole TILEs."""
 
-    start: int
     first: int
+    end: int
+    start: int
+    stop: int
     mask: Tensor | None  # added to the scores of the rows from `start` on that do not see the whole tile
 
 
@@ -211,68 +194,66 @@ class _Chunk:
 
     in_order = True
 
-    def __init__(self, batch: AttentionBatch, index: int, first: int, count: int, length: int) -> None:
-        device, self.keys = batch.tables.device, batch.tile_keys
-        self.tokens = slice(first, first + count)
-        self.heads, self._start = batch.heads, length - count
-        self._rows = -(-count * batch.heads.group // TILE) * TILE
-        tile = torch.arange(-(-length // self.keys), device=device)
-        blocks, invalid = _tile_layout(batch, torch.full_like(tile, index), tile, torch.full_like(tile, length))
-        self.blocks, self.invalid = blocks.view(len(tile), -1), invalid[:, None, :, None]
-        self._tile_rows = [self._see(int(number), device) for number in range(len(tile))]
+    def __init__(self, paging: Paging, heads: Heads, queries: _Queries) -> None:
+        device, self._keys = paging.tables.device, paging.tile_keys
+        self.tokens = slice(queries.first_token, queries.first_token + queries.count)
+        self._heads, self._queries = heads, queries
+        self._rows = -(-queries.count * heads.group // TILE) * TILE
+        numbers = paging.tile_range(queries.first_key, queries.length)
+        tile = torch.tensor(numbers, device=device)
+        seen = Span(torch.full_like(tile, queries.first_key), torch.full_like(tile, queries.length))
+        blocks, unseen = paging.locate(torch.full_like(tile, queries.sequence), tile, seen)
+        self._blocks, self._unseen = blocks.view(len(tile), -1), unseen[:, None, :, None]
+        self._tile_rows = [self._see(number, device) for number in numbers]
 
     def _see(self, tile: int, device: torch.device) -> _TileRows:
-        group, before = self.heads.group, tile * self.keys - self._start  # query positions before the tile's first key
-        first = max(0, before) * group
-        start = first - first % TILE
-        partial = min(self._rows, max(start, (before + self.keys - 1) * group))
+        group, queries, keys = self._heads.group, self._queries, self._keys
+        before = tile * keys - queries.start  # query positions before the tile's first key
+        leaving = before + queries.window  # the first query position that does not see that key any more
+        first, end = max(0, before) * group, min(queries.count, leaving + keys - 1) * group
+        start, stop = first - first % TILE, -(-end // TILE) * TILE
+        windowed = leaving < queries.count
+        partial = stop if windowed else min(stop, max(start, (before + keys - 1) * group))
         if partial == start:
-            return _TileRows(start, first, None)
-        last_seen = torch.arange(start, partial, device=device) // group - before
-        hidden = torch.arange(self.keys, device=device) > last_seen.clamp(min=0)[:, None]
-        mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
-        return _TileRows(start, first, mask[None])
+            return _TileRows(first, end, start, stop, None)
+        last_seen = (torch.arange(start, partial, device=device) // group - before)[:, None]
+        key = torch.arange(keys, device=device)
+        hidden = key > last_seen.clamp(min=0)
+        if windowed:
+            hidden |= key <= last_seen - queries.window
+        return _TileRows(first, end, start, stop, hide(hidden)[None])
 
-    def attend(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, kv: Tensor, scoring: Scoring) -> Tensor:
         count, heads, width = q.shape
-        group = self.heads.group
-        rows = q.new_zeros(self.heads.kv, self._rows, width, dtype=torch.float32)
-        grouped = q.view(count, self.heads.kv, group, width).transpose(0, 1)
-        rows[:, : count * group].view(self.heads.kv, count, group, width).copy_(grouped).mul_(scale)
-        out = self._attend(rows, kv)[:, : count * group]
-        return out.view(self.heads.kv, count, group, width).transpose(0, 1).reshape(count, heads, width).to(q.dtype)
+        group = self._heads.group
+        rows = q.new_zeros(self._heads.kv, self._rows, width, dtype=torch.float32)
+        grouped = q.view(count, self._heads.kv, group, width).transpose(0, 1)
+        rows[:, : count * group].view(self._heads.kv, count, group, width).copy_(grouped).mul_(scoring.scale)
+        out = self._attend(rows, kv, scoring.softcap)[:, : count * group]
+        return out.view(self._heads.kv, count, group, width).transpose(0, 1).reshape(count, heads, width).to(q.dtype)
 
-    def _attend(self, q: Tensor, kv: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, kv: Tensor, softcap: float | None) -> Tensor:
         """q [kv_heads, rows, D] -> the same, attended; keys and values are gathered tile by tile."""
-        out, total = self._attend_rows(q, kv, 0)
-        for number in range(1, len(self._tile_rows)):
-            first = self._tile_rows[number].first
-            more, log_sum = self._attend_rows(q, kv, number)
-            _merge(out[:, first:], total[:, first:], more, log_sum)
+        out, total = torch.empty_like(q), torch.empty_like(q[..., :1])
+        begun = 0  # rows that have seen a tile; the first one that a row sees is not merged with anything
+        for number, (first, end, *_) in enumerate(self._tile_rows):
+            more, log_sum = self._attend_rows(q, kv, number, softcap)
+            if first < begun:
+                merge(out[:, first:begun], total[:, first:begun], more[:, : begun - first], log_sum[:, : begun - first])
+            out[:, begun:end], total[:, begun:end] = more[:, begun - first :], log_sum[:, begun - first :]
+            begun = end
         return out
 
-    def _attend_rows(self, q: Tensor, kv: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """The rows from the tile's first on: attention within the tile and its log-sum, in agreeing counts."""
-        start, first, mask = self._tile_rows[number]
-        keys, values = _gather(kv, self.blocks[number], self.invalid[number : number + 1]).squeeze(1)
+    def _attend_rows(self, q: Tensor, kv: Tensor, number: int, softcap: float | None) -> tuple[Tensor, Tensor]:
+        """The rows that see the tile: attention within it and its log-sum, computed in agreeing counts."""
+        first, end, start, stop, mask = self._tile_rows[number]
+        keys, values = gather(kv, self._blocks[number], self._unseen[number : number + 1]).squeeze(1)
         outs, log_sums, offset = list[Tensor](), list[Tensor](), 0
-        for part in q[:, start:].split(_row_counts(self.keys, q.shape[-1], q.device).cut(q.shape[1] - start), 1):
+        for part in q[:, start:stop].split(row_counts(self._keys, q.shape[-1], q.device).cut(stop - start), 1):
             shown = None if mask is None or offset >= mask.shape[1] else mask[:, offset : offset + part.shape[1]]
-            tile = _attend_tile(part, keys, values, shown)
+            tile = attend_tile(part, keys, values, shown, softcap)
             outs.append(tile.out)
             log_sums.append(tile.log_sum)
             offset += part.shape[1]
-        skip = first - start
-        return torch.cat(outs, 1)[:, skip:], torch.cat(log_sums, 1)[:, skip:]
-
-
-def _tile_layout(batch: AttentionBatch, sequence: Tensor, tile: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """For (sequence, tile) pairs: their blocks, flat, and which keys lie beyond the length [pairs, keys].
-
-    Past a table's end its last column is repeated; those keys are beyond the length.
-    """
-    device, per_tile = tile.device, batch.tile_keys // batch.block_size
-    column = (tile[:, None] * per_tile + torch.arange(per_tile, device=device)).clamp_(max=batch.tables.shape[1] - 1)
-    blocks = batch.tables[sequence[:, None], column].flatten()
-    invalid = tile[:, None] * batch.tile_keys + torch.arange(batch.tile_keys, device=device) >= length[:, None]
-    return blocks, invalid
+        seeing = slice(first - start, end - start)
+        return torch.cat(outs, 1)[:, seeing], torch.cat(log_sums, 1)[:, seeing]

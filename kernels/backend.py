@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.attention import AttentionBatch, paged_attention
 from kernels.linear import Linear, prepare_linear
+from kernels.reference import GELU_CUBIC, GELU_SCALE
 
 
 class Backend(Protocol):
@@ -21,9 +22,19 @@ class Backend(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
+
     def store_kv(self, kv: Tensor, new: Tensor, blocks: Tensor, offsets: Tensor) -> None: ...
 
-    def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor: ...
+    def attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor: ...
 
 
 class TorchBackend:
@@ -51,8 +62,25 @@ class TorchBackend:
         gate = gate.float()
         return gate.div_(torch.exp(-gate).add_(1.0)).mul_(up).to(gate_up.dtype)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        if not self._deterministic:
+            return F.gelu(gate, approximate="tanh") * up
+        gate = gate.float()
+        inner = (gate * gate).mul_(gate).mul_(GELU_CUBIC).add_(gate).mul_(GELU_SCALE)
+        # (1 + tanh(y)) / 2 is 1 / (1 + exp(-2 y)).
+        return gate.div_(torch.exp(inner.mul_(-2.0)).add_(1.0)).mul_(up).to(gate_up.dtype)
+
     def store_kv(self, kv: Tensor, new: Tensor, blocks: Tensor, offsets: Tensor) -> None:
         kv[:, blocks, :, offsets] = new
 
-    def attention(self, q: Tensor, kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-        return paged_attention(q, kv, batch, scale)
+    def attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        return paged_attention(q, kv, batch, scale, window, softcap)

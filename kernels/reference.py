@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+GELU_CUBIC, GELU_SCALE = 0.044715, (2 / torch.pi) ** 0.5
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, in] times weight [out, in], transposed, plus bias [out] -> [T, out] in x's dtype."""
@@ -29,6 +31,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 I] -> gelu(gate) * up [T, I], gelu in its tanh form. Hendrycks & Gimpel 2016; Shazeer 2020."""
+    gate, up = gate_up.float().chunk(2, -1)
+    gated = gate * (1 + torch.tanh(GELU_SCALE * (gate + GELU_CUBIC * gate**3))) / 2
+    return (gated * up).to(gate_up.dtype)
+
+
 def store_kv(kv: Tensor, new: Tensor, blocks: Tensor, offsets: Tensor) -> None:
     """Write new [T, 2, kv_heads, D] into the cache kv [2, blocks, kv_heads, block_size, D], token by token."""
     for token, (block, offset) in enumerate(zip(blocks.tolist(), offsets.tolist(), strict=True)):
@@ -36,22 +45,32 @@ def store_kv(kv: Tensor, new: Tensor, blocks: Tensor, offsets: Tensor) -> None:
 
 
 def attention(
-    q: Tensor, kv: Tensor, tables: Tensor, query_lengths: list[int], lengths: list[int], scale: float
+    q: Tensor,
+    kv: Tensor,
+    tables: Tensor,
+    query_lengths: list[int],
+    lengths: list[int],
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of a ragged batch over the paged cache.
 
     q [T, heads, D]; kv [2, blocks, kv_heads, block_size, D]; tables [S, max_blocks]. Sequence i owns the next
     query_lengths[i] rows of q, which are the last positions of its lengths[i]. Returns [T, heads, D] in q's dtype.
+    A query sees the last `window` positions, its own among them (None: all). Scores become softcap * tanh(score /
+    softcap) (Gemma 2). Keys and values that a query does not see do not reach it, whatever they hold.
     """
     out = torch.empty_like(q)
-    group = q.shape[1] // kv.shape[2]
-    first = 0
+    group, token = q.shape[1] // kv.shape[2], 0
     for table, count, length in zip(tables, query_lengths, lengths, strict=True):
         used = table[: -(-length // kv.shape[3])]
         keys, values = kv[:, used].transpose(2, 3).flatten(1, 2)[:, :length].float().repeat_interleave(group, 2)
-        scores = torch.einsum("qhd,khd->hqk", q[first : first + count].float(), keys) * scale
-        visible = torch.arange(length) <= torch.arange(length - count, length)[:, None]
-        weights = scores.masked_fill(~visible.to(q.device), -torch.inf).softmax(-1)
-        out[first : first + count] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
-        first += count
+        for position in range(length - count, length):
+            seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
+            scores = torch.einsum("hd,khd->hk", q[token].float(), keys[seen]) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            out[token] = torch.einsum("hk,khd->hd", scores.softmax(-1), values[seen]).to(q.dtype)
+            token += 1
     return out

@@ -21,6 +21,8 @@ class Ragged:
     counts: list[int]
     lengths: list[int]
     heads: Heads
+    window: int | None = None
+    softcap: float | None = None
 
     @property
     def scale(self) -> float:
@@ -30,12 +32,23 @@ class Ragged:
         first = sum(self.counts[:index])
         return slice(first, first + self.counts[index])
 
+    def prepare(self) -> AttentionBatch:
+        return AttentionBatch(self.counts, self.lengths, self.tables, self.kv.shape[3], self.heads)
+
     def attend(self, backend: TorchBackend) -> Tensor:
-        batch = AttentionBatch(self.counts, self.lengths, self.tables, self.kv.shape[3], self.heads)
-        return backend.attention(self.q, self.kv, batch, self.scale)
+        return backend.attention(self.q, self.kv, self.prepare(), self.scale, self.window, self.softcap)
 
     def attend_by_reference(self) -> Tensor:
-        return reference.attention(self.q, self.kv, self.tables, self.counts, self.lengths, self.scale)
+        layout = self.tables, self.counts, self.lengths
+        return reference.attention(self.q, self.kv, *layout, self.scale, self.window, self.softcap)
+
+    def poison_unseen(self) -> None:
+        """NaN in all positions that no query's window reaches."""
+        assert self.window is not None
+        for table, count, length in zip(self.tables, self.counts, self.lengths, strict=True):
+            for position in range(max(0, length - count + 1 - self.window)):
+                block, offset = divmod(position, self.kv.shape[3])
+                self.kv[:, table[block], :, offset] = NAN
 
     def part(self, parts: list[tuple[int, int, int]]) -> "Ragged":
         """A batch of (sequence, first query, queries) of this one, over the same pool."""
@@ -48,6 +61,8 @@ class Ragged:
             [count for _, _, count in parts],
             [start + first + count for start, (_, first, count) in zip(starts, parts, strict=True)],
             self.heads,
+            self.window,
+            self.softcap,
         )
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import TorchBackend, reference, select
@@ -12,6 +13,7 @@ from kernels.rows import cancelling
 TOLERANCES = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2}}
 ROWS = (1, 2, 3, 5, 8, 9, 13, 16, 17, 31, 32, 37, 64, 100, 128, 129, 300)
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+gates = pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
 modes = pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "stock"])
 
 
@@ -155,28 +157,38 @@ def test_a_row_of_rope_has_the_same_bits_in_any_batch(dtype):
 
 @modes
 @dtypes
+@gates
 @pytest.mark.parametrize("width", [1, 7, 56, 1536])
-def test_silu_mul_equals_its_reference(deterministic, dtype, width):
+def test_a_gate_equals_its_reference(deterministic, dtype, gate, width):
     x = random_tensor(9, 2 * width, dtype=dtype) * 4
-    out = TorchBackend(deterministic=deterministic).silu_mul(x.clone())
+    out = getattr(TorchBackend(deterministic=deterministic), gate)(x.clone())
     assert out.dtype == dtype
-    torch.testing.assert_close(out, reference.silu_mul(x), **TOLERANCES[dtype])
+    torch.testing.assert_close(out, getattr(reference, gate)(x), **TOLERANCES[dtype])
+
+
+def test_the_gates_are_those_of_torch():
+    x = random_tensor(9, 2 * 56) * 4
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(reference.silu_mul(x), F.silu(gate) * up, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(reference.gelu_mul(x), F.gelu(gate, approximate="tanh") * up, rtol=1e-5, atol=1e-6)
 
 
 @modes
 @dtypes
-def test_silu_mul_of_huge_gates_is_finite(deterministic, dtype):
-    gates = torch.tensor([[-1e4, -200.0, -90.0, 0.0, 90.0, 1e4]], dtype=dtype)
-    out = TorchBackend(deterministic=deterministic).silu_mul(torch.cat((gates, torch.ones_like(gates)), 1))
+@gates
+def test_huge_gates_are_finite(deterministic, dtype, gate):
+    values = torch.tensor([[-1e4, -200.0, -90.0, 0.0, 90.0, 1e4]], dtype=dtype)
+    out = getattr(TorchBackend(deterministic=deterministic), gate)(torch.cat((values, torch.ones_like(values)), 1))
     expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 90.0, 1e4]], dtype=dtype)
     torch.testing.assert_close(out, expected)
 
 
 @dtypes
+@gates
 @pytest.mark.parametrize("width", [1, 7, 56, 1000])
-def test_a_row_of_silu_mul_has_the_same_bits_in_any_batch(dtype, width):
-    backend = select(deterministic=True)
-    assert_rows_keep_their_bits(lambda x: backend.silu_mul(x.clone()), random_tensor(300, 2 * width, dtype=dtype))
+def test_a_row_of_a_gate_has_the_same_bits_in_any_batch(dtype, gate, width):
+    operation = getattr(select(deterministic=True), gate)
+    assert_rows_keep_their_bits(lambda x: operation(x.clone()), random_tensor(300, 2 * width, dtype=dtype))
 
 
 @dtypes
