@@ -18,7 +18,8 @@ from benchmarks import environment, poolcosts
 from benchmarks.figure import Figure
 from benchmarks.prefix_trace import Comparison, Setting
 from benchmarks.sections import chosen, conclude, measured
-from benchmarks.trace import TraceRequest, read_trace, synthesise
+from benchmarks.trace import shared_trace, synthesise
+from worker.load.traces import Request
 
 SECTIONS = {
     "costs": "costs of the pool's operations",
@@ -41,8 +42,8 @@ def on_model(options: argparse.Namespace) -> dict[str, Callable[[], list[Figure]
     return {"a": bench.strangers, "b": bench.sharing, "c": bench.chats}
 
 
-def trace_of(options: argparse.Namespace) -> list[TraceRequest]:
-    requests = read_trace(options.trace) if options.trace else synthesise(MADE_UP)
+def trace_of(options: argparse.Namespace) -> list[Request]:
+    requests = shared_trace(options.trace) if options.trace else synthesise(MADE_UP)
     return requests[: options.requests]
 
 

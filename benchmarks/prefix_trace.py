@@ -7,8 +7,9 @@ from msgspec import Struct
 from benchmarks.figure import Figure
 from benchmarks.offline import Future, OfflinePool
 from benchmarks.replay import Outcome, Replay
-from benchmarks.trace import Job, Scale, TraceRequest, ideal_hit_rate
+from benchmarks.trace import Job, Scale, ideal_hit_rate
 from engine.blocks import BlockPool
+from worker.load.traces import Request
 
 VOCABULARY = range(100, 49152)  # far from the reply token; wide enough that blocks differ
 
@@ -25,7 +26,7 @@ class Setting(Struct, frozen=True, kw_only=True):
 class Comparison:
     """One trace, replayed on several pools."""
 
-    def __init__(self, requests: Sequence[TraceRequest], setting: Setting) -> None:
+    def __init__(self, requests: Sequence[Request], setting: Setting) -> None:
         self._setting = setting
         self._ideal = ideal_hit_rate(requests)
         self.scale = Scale.fitting(requests, setting.context, setting.block_size)

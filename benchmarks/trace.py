@@ -1,31 +1,14 @@
-"""Requests with shared prefixes in the Mooncake format, scaled to a model's context. No torch.
+"""Requests of a trace with shared prefixes, scaled to a model's context; a made-up trace, too. No torch."""
 
-A trace (FAST 2025, kvcache-ai/Mooncake) has a JSON object a line: `timestamp` in ms, `input_length` and `output_length`
-in tokens, and `hash_ids`, one for each 512 tokens of the prompt and one for the rest. Equal ids mean equal tokens, from
-the prompt's start.
-"""
-
-import gzip
 import hashlib
-import json
 import random
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
-TRACE_BLOCK = 512  # tokens that one hash id stands for
-
-
-class TraceRequest(Struct, frozen=True):
-    """One line of a trace. Lengths are tokens, the timestamp milliseconds."""
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
+from worker.load.traces import BLOCK, Request, read_trace
 
 
 class Job(Struct, frozen=True):
@@ -36,27 +19,27 @@ class Job(Struct, frozen=True):
 
 
 class Scale(Struct, frozen=True):
-    """`width` tokens stand for TRACE_BLOCK of the trace, so that its longest request fits the context."""
+    """`width` tokens stand for BLOCK of the trace, so that its longest request fits the context."""
 
     width: int
 
     @classmethod
-    def fitting(cls, requests: Iterable[TraceRequest], context: int, multiple: int = 16) -> "Scale":
+    def fitting(cls, requests: Iterable[Request], context: int, multiple: int = 16) -> "Scale":
         """Raises ValueError if the context is too short for any scale. Blocks stay whole where they can."""
-        longest = max(request.input_length + request.output_length for request in requests)
-        width = min(TRACE_BLOCK, context * TRACE_BLOCK // (longest + 2 * TRACE_BLOCK))
+        longest = max(request.prompt_tokens + request.output_tokens for request in requests)
+        width = min(BLOCK, context * BLOCK // (longest + 2 * BLOCK))
         if width < 1:
             raise ValueError(f"context: {context} tokens cannot hold a request of {longest} at any scale")
         return cls(width // multiple * multiple or width)
 
     def length(self, tokens: int) -> int:
-        return max(1, tokens * self.width // TRACE_BLOCK)
+        return max(1, tokens * self.width // BLOCK)
 
-    def job(self, request: TraceRequest, vocabulary: range) -> Job:
+    def job(self, request: Request, vocabulary: range) -> Job:
         tokens = array("i")
-        for hash_id in request.hash_ids:
+        for hash_id in request.blocks:
             tokens.extend(block_tokens(hash_id, self.width, vocabulary))
-        return Job(tokens[: self.length(request.input_length)], self.length(request.output_length))
+        return Job(tokens[: self.length(request.prompt_tokens)], self.length(request.output_tokens))
 
 
 def block_tokens(hash_id: int, width: int, vocabulary: range) -> list[int]:
@@ -66,22 +49,15 @@ def block_tokens(hash_id: int, width: int, vocabulary: range) -> list[int]:
     return [first + word % count for word in memoryview(digest).cast("I")]
 
 
-def read_trace(path: Path) -> list[TraceRequest]:
-    """All requests in order of arrival. Raises ValueError naming file and line."""
-    requests: list[TraceRequest] = []
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    for number, line in enumerate(data.splitlines(), start=1):
-        try:
-            request = msgspec.convert(json.loads(line), TraceRequest)
-        except (ValueError, msgspec.ValidationError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-        if len(request.hash_ids) != -(-request.input_length // TRACE_BLOCK) or not request.hash_ids:
-            raise ValueError(f"{path}, line {number}: {len(request.hash_ids)} ids for {request.input_length} tokens")
-        requests.append(request)
-    return sorted(requests, key=lambda request: request.timestamp)
+def shared_trace(path: Path) -> list[Request]:
+    """The requests of a trace that says what prompts share. Raises ValueError naming the file; see `read_trace`."""
+    requests = read_trace(path)
+    if bare := sum(not request.blocks for request in requests):
+        raise ValueError(f"{path}: hash_ids expected, {bare} of {len(requests)} requests have none")
+    return requests
 
 
-def thin(requests: Sequence[TraceRequest], count: int, seed: int = 0) -> list[TraceRequest]:
+def thin(requests: Sequence[Request], count: int, seed: int = 0) -> list[Request]:
     """About `count` requests of a longer trace: whole conversations, picked at random, in their order of arrival.
 
     What is asked for again is kept with what it repeats, so the hit rate stays about what it was; the first `count`
@@ -89,7 +65,7 @@ def thin(requests: Sequence[TraceRequest], count: int, seed: int = 0) -> list[Tr
     """
     chats: dict[tuple[int, ...], list[int]] = {}
     for number, request in enumerate(requests):
-        chats.setdefault(tuple(request.hash_ids[:2]), []).append(number)
+        chats.setdefault(tuple(request.blocks[:2]), []).append(number)
     order = list(chats.values())
     random.Random(seed).shuffle(order)
     chosen: list[int] = []
@@ -98,7 +74,7 @@ def thin(requests: Sequence[TraceRequest], count: int, seed: int = 0) -> list[Tr
     return [requests[number] for number in sorted(chosen)]
 
 
-def synthesise(count: int, seed: int = 0) -> list[TraceRequest]:
+def synthesise(count: int, seed: int = 0) -> list[Request]:
     """A made-up trace of the same structure: chats of several turns, side by side, with a few system prompts in common.
 
     As in the real one, about half of the requests open a chat, lengths have a long tail, and what a turn adds is new.
@@ -107,27 +83,27 @@ def synthesise(count: int, seed: int = 0) -> list[TraceRequest]:
     fresh = iter(range(1, 10**9))
     systems = [[0, *(next(fresh) for _ in range(generator.randint(0, 3)))] for _ in range(4)]
     chats: list[list[int]] = []
-    requests: list[TraceRequest] = []
+    requests: list[Request] = []
     while len(requests) < count:
         going_on = bool(chats) and generator.random() < 0.4
         start = chats.pop(generator.randrange(len(chats))) if going_on else generator.choice(systems)
         length = min(48, 1 + int(generator.lognormvariate(1.4, 0.9)))
         history = [*start, *(next(fresh) for _ in range(length))]
-        rest = generator.randint(1, TRACE_BLOCK)
+        rest = generator.randint(1, BLOCK)
         output = min(2000, 1 + int(generator.lognormvariate(5.3, 0.8)))
-        requests.append(TraceRequest(len(requests) * 250.0, (len(history) - 1) * TRACE_BLOCK + rest, output, history))
+        requests.append(Request(len(requests) / 4, (len(history) - 1) * BLOCK + rest, output, tuple(history)))
         if generator.random() < 0.6:
             # the next turn knows all whole blocks; the last one goes on with the reply
             chats.append(history[:-1])
     return requests
 
 
-def ideal_hit_rate(requests: Sequence[TraceRequest]) -> float:
+def ideal_hit_rate(requests: Sequence[Request]) -> float:
     """The share of blocks that an unlimited cache would serve if each request ended before the next came."""
     seen: set[int] = set()
     hits = 0
     for request in requests:
-        known = [hash_id in seen for hash_id in request.hash_ids]
+        known = [hash_id in seen for hash_id in request.blocks]
         hits += known.index(False) if False in known else len(known)
-        seen.update(request.hash_ids)
-    return hits / sum(len(request.hash_ids) for request in requests)
+        seen.update(request.blocks)
+    return hits / sum(len(request.blocks) for request in requests)

@@ -1,6 +1,5 @@
 """The prefix cache's benchmark: what it reads, what it replays, and that its best offline eviction is the best."""
 
-import gzip
 import json
 import random
 import subprocess
@@ -13,9 +12,10 @@ import pytest
 
 from benchmarks.offline import Future, OfflinePool
 from benchmarks.replay import Replay
-from benchmarks.trace import Job, Scale, TraceRequest, block_tokens, ideal_hit_rate, read_trace, synthesise, thin
+from benchmarks.trace import Job, Scale, block_tokens, ideal_hit_rate, shared_trace, synthesise, thin
 from engine.blocks import BlockPool
 from tests.engine import models
+from worker.load.traces import Request
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = range(100, 5000)
@@ -53,32 +53,19 @@ def test_cache_on_and_off_are_measured_on_a_model(tmp_path: Path) -> None:
     assert 50 < found["c"]["hit rate"]["value"] < 100
 
 
-def line(**changes: object) -> dict[str, object]:
-    return {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]} | changes
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path, packed: bool) -> None:
-    text = "\n".join(json.dumps(line(timestamp=at, output_length=at)) for at in (3, 1, 2)).encode()
-    path = tmp_path / ("trace.jsonl.gz" if packed else "trace.jsonl")
-    path.write_bytes(gzip.compress(text) if packed else text)
-    assert [request.output_length for request in read_trace(path)] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("wrong", ["{", "[]", json.dumps(line(hash_ids=[1])), json.dumps(line(input_length="x"))])
-def test_a_broken_trace_is_refused_by_file_and_line(tmp_path: Path, wrong: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(json.dumps(line()) + "\n" + wrong + "\n")
-    with pytest.raises(ValueError, match=r"trace\.jsonl, line 2: "):
-        read_trace(path)
+def test_a_trace_that_says_nothing_of_shared_prefixes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,600,5\n")
+    with pytest.raises(ValueError, match=r"azure\.csv: hash_ids expected, 1 of 1 requests have none"):
+        shared_trace(path)
 
 
 @pytest.mark.parametrize(("context", "width"), [(8192, 32), (1024, 4), (200_000, 512), (4096, 16)])
 def test_the_longest_request_fits_the_context_and_structure_stays(context: int, width: int) -> None:
     requests = [
-        TraceRequest(0, 126_000, 2000, list(range(247))),
-        TraceRequest(1, 1024, 100, [0, 1]),
-        TraceRequest(2, 1300, 1, [0, 1, 500]),
+        Request(0.0, 126_000, 2000, tuple(range(247))),
+        Request(1.0, 1024, 100, (0, 1)),
+        Request(2.0, 1300, 1, (0, 1, 500)),
     ]
     scale = Scale.fitting(requests, context)
     assert scale.width == width
@@ -99,7 +86,7 @@ def test_tokens_of_a_block_depend_on_its_id_alone() -> None:
 def test_the_made_up_trace_is_the_same_each_time_and_shares_prefixes() -> None:
     requests = synthesise(500, seed=3)
     assert requests == synthesise(500, seed=3) != synthesise(500, seed=4)
-    assert all(len(request.hash_ids) == -(-request.input_length // 512) for request in requests)
+    assert all(len(request.blocks) == -(-request.prompt_tokens // 512) for request in requests)
     assert 0.2 < ideal_hit_rate(requests) < 0.7
 
 
@@ -108,9 +95,9 @@ def test_a_thinned_trace_keeps_whole_conversations_and_their_hits() -> None:
     part = thin(requests, 400)
     assert 400 <= len(part) < 500
     assert part == thin(requests, 400) != thin(requests, 400, seed=1)
-    assert [request.timestamp for request in part] == sorted(request.timestamp for request in part)
-    chats = {tuple(request.hash_ids[:2]) for request in part}
-    assert part == [request for request in requests if tuple(request.hash_ids[:2]) in chats]
+    assert [request.at for request in part] == sorted(request.at for request in part)
+    chats = {tuple(request.blocks[:2]) for request in part}
+    assert part == [request for request in requests if tuple(request.blocks[:2]) in chats]
 
 
 def random_jobs(generator: random.Random, count: int, most: int) -> list[Job]:

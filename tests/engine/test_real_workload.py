@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trace import Job, Scale, TraceRequest, read_trace, synthesise, thin
+from benchmarks.trace import Job, Scale, shared_trace, synthesise, thin
 from tests.engine import models
 from tests.engine.workload import WORDS, Day, assert_exact, assert_same
+from worker.load.traces import Request
 
 
-def jobs(requests: list[TraceRequest], context: int, least: int, block_size: int) -> list[Job]:
+def jobs(requests: list[Request], context: int, least: int, block_size: int) -> list[Job]:
     """Scaled to a context; replies of at least `least` tokens, or there would be little to compare."""
     scale = Scale.fitting(requests, context - 2 * least, block_size)
     scaled = [scale.job(request, WORDS) for request in requests]
@@ -58,7 +59,7 @@ def test_a_small_day_of_the_real_model_is_the_same_bits_with_cache_on_and_off(pr
 @pytest.mark.parametrize(("dtype", "context"), [("bfloat16", 8192), ("float32", 1024)])
 def test_a_long_day_of_the_real_model_is_the_same_bits_with_cache_on_and_off(prove, dtype, context):
     path, count = os.environ.get("GLLM_TRACE"), int(os.environ.get("GLLM_TRACE_REQUESTS", "100"))
-    requests = thin(read_trace(Path(path)), count) if path else synthesise(count, seed=11)
+    requests = thin(shared_trace(Path(path)), count) if path else synthesise(count, seed=11)
     block_size = 16 if context > 2000 else 8
     work = jobs(requests, context, 8, block_size)
     needs = sorted(blocks(job, block_size) for job in work)
