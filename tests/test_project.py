@@ -33,7 +33,7 @@ def pins() -> dict[str, str]:
 
 def test_project_file_names_command_licence_and_floor() -> None:
     assert PROJECT["name"] == "gllm"
-    assert PROJECT["scripts"] == {"gllm": "worker.cli:main"}
+    assert PROJECT["scripts"] == {"gllm": "worker.__main__:main"}
     assert PROJECT["requires-python"] == ">=3.11"
     assert PROJECT["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()

@@ -9,14 +9,24 @@ import click
 from worker.commands.bench import bench_command
 from worker.commands.dead import dead_group
 from worker.commands.doctor import doctor_command
-from worker.commands.jobs import cancel_command, submit_command, tail_command
+from worker.commands.jobs import INTERRUPTED, cancel_command, submit_command, tail_command
 from worker.commands.look import ps_command, queue_command
 from worker.commands.options import need_extra, resolved, setting_options
 from worker.commands.show import show_command
 from worker.commands.top import top_command
 
 
-@click.group("gllm", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+class Commands(click.Group):
+    """All commands. Ctrl-C ends each of them without a word, unless it has something to say itself."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+
+
+@click.group("gllm", cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="gllm", prog_name="gllm")
 def main() -> None:
     """LLM generation over Redis: workers take jobs from a queue and write each reply to a stream of its own."""

@@ -33,7 +33,7 @@ class DemoFailed(RuntimeError):
 def worker_command(model: str, device: str, dtype: str, queue: str) -> list[str]:
     options = ["--model", model, "--device", device, "--dtype", dtype, "--queue", queue, "--prefix-cache"]
     own = ["--metrics-port", "0", "--metrics-host", "127.0.0.1", "--log-format", "json", "--log-level", "info"]
-    return [sys.executable, "-m", "worker.cli", "worker", *options, *own]
+    return [sys.executable, "-m", "worker", "worker", *options, *own]
 
 
 class DemoWorker:

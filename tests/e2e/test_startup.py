@@ -71,6 +71,20 @@ def test_worker_as_pid_1_obeys_sigterm(start: Start) -> None:
     assert seconds_to_exit(worker, pid) < IDLE_EXIT_SECONDS
 
 
+@pytest.mark.skipif(not can(*PID_1), reason="this user may not make a PID namespace")
+def test_process_1_hears_sigterm_before_it_has_imported_anything(start: Start) -> None:
+    """The kernel drops those that come before Python runs; the first one after that ends it: nothing has begun."""
+    worker = start(wrap=PID_1, command=(sys.executable, "-m", "worker"))
+    end = time.monotonic() + 30
+    while worker.process.poll() is None:
+        assert time.monotonic() < end, worker.said
+        for pid in worker.descendants():
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.001)
+    assert worker.process.returncode == 0, worker.said
+    assert worker.said == ""
+
+
 def test_sigterm_while_loading_ends_the_worker_too(start: Start) -> None:
     worker = start()
     worker.wait_event("starting")
