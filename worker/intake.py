@@ -10,6 +10,7 @@ from gllm.protocol import Job
 from gllm.validate import shown
 from worker.chat import ChatTemplate, encode_chat
 from worker.control import PromptError
+from worker.renderer import Renderer
 from worker.text import ReplyText
 from worker.tokenizer import Tokenizer
 
@@ -36,9 +37,19 @@ class Intake:
     def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
         self.tokenizer = tokenizer
         self.info = info
+        self._renderer = Renderer()
         source = tokenizer.chat_template
-        self._template = None if source is None else ChatTemplate(source)
+        self._template = None if source is None else ChatTemplate(source, self._renderer)
         self._end_ids = tokenizer.eos_ids | frozenset(info.eos_token_ids)
+
+    def start(self) -> None:
+        """Get ready for chats, which else the first of them would wait for. Returns at once."""
+        if self._template is not None:
+            self._renderer.start()
+
+    def close(self) -> None:
+        """End what `start` or the chats have begun."""
+        self._renderer.close()
 
     def prepare(self, job: Job, submitted_ms: int | None = None) -> list[int]:
         """The ids of the job's prompt, checked against the model's limits. Raises JobRejected.

@@ -69,7 +69,8 @@ class Running:
         metrics.worker.active = lambda: len(self.jobs)
         self._publisher = Publisher(queue, self.link, self.jobs)
         self.jobs.changed, self.jobs.forget = self._publisher.changed, self._publisher.forget
-        self._admission = Admission(queue, self.link, self.jobs, Intake(model.tokenizer, bridge.info))
+        self._intake = Intake(model.tokenizer, bridge.info)
+        self._admission = Admission(queue, self.link, self.jobs, self._intake)
         self._claimer = Claimer(queue, clients.bell, self.link, self.jobs, self._admission, metrics)
         beat = heartbeat(queue.worker, bridge)
         self._lease = Lease(queue, clients.lease, self.jobs, self.link, metrics, beat, model.digest)
@@ -84,6 +85,7 @@ class Running:
         finally:
             self._claiming.cancel()  # long done, unless we are cancelled ourselves
             await self._stop_parts()
+            self._intake.close()
 
     async def _serve(self, shutdown: Shutdown, grace: float) -> Exception | None:
         self._health.to("ready")
@@ -111,6 +113,7 @@ class Running:
         self._parts = [asyncio.create_task(part, name=name) for name, part in parts.items()]
         self._claiming = asyncio.create_task(self._claimer.run(), name="claimer")
         self._parts.append(self._claiming)
+        self._intake.start()
 
     async def _stop_claiming(self) -> Exception | None:
         """Let the claim in flight come back, and make no other. What it failed with, if it did."""

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from tests.worker import text_fixtures as fixtures
-from worker import chat
 from worker.chat import ChatFailed, ChatTemplate, encode_chat
 from worker.control import PromptError
 from worker.models import ModelError
+from worker.renderer import Renderer
 from worker.tokenizer import PLACEHOLDERS, Tokenizer
 
+RENDERER = Renderer()  # its process is the one of all tests here, and ends with them
 NOW = datetime(2026, 2, 3, 4, 5, 6, tzinfo=UTC)
 LLAMA_2 = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] | trim }} [/INST]"
@@ -48,7 +49,7 @@ def reference_ids(reference: Any, messages: list[dict[str, Any]], **options: Any
 def ids_of(tokenizer: Tokenizer, *messages: dict[str, Any], template: str | None = None) -> list[int]:
     source = template if template is not None else tokenizer.chat_template
     assert source is not None
-    return encode_chat(tokenizer, ChatTemplate(source), messages, NOW)
+    return encode_chat(tokenizer, ChatTemplate(source, RENDERER), messages, NOW)
 
 
 def user(content: Any, **more: Any) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def user(content: Any, **more: Any) -> dict[str, Any]:
 
 
 def render(template: str, messages: list[dict[str, Any]] | None = None, **names: str) -> str:
-    return ChatTemplate(template).render(messages or [user("hi")], names, NOW)
+    return ChatTemplate(template, RENDERER).render(messages or [user("hi")], names, NOW)
 
 
 def attempt(template: str) -> str:
@@ -212,7 +213,7 @@ class TestSandbox:
 
     def test_a_template_that_is_no_jinja_is_refused_with_its_line(self) -> None:
         with pytest.raises(ModelError, match="chat_template: line 2: "):
-            ChatTemplate("ok\n{% if %}")
+            ChatTemplate("ok\n{% if %}", RENDERER)
 
     @pytest.mark.parametrize(
         "template",
@@ -233,36 +234,6 @@ class TestSandbox:
     def test_there_is_no_way_out(self, template: str) -> None:
         """What the sandbox forbids has no value at all, and to use it fails."""
         assert attempt(template) in ("", "the chat template failed")
-
-    @pytest.mark.parametrize(
-        "template",
-        [
-            "{{ 'ab' * 99999999999 }}",
-            "{{ 99999999999 * [1] }}",
-            "{{ 9 ** 9 ** 9 }}",
-            "{{ 'a'.ljust(99999999999) }}",
-            "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-            "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-            "{% macro f(x, n) %}{{ f(x ~ x, n - 1) if n }}{% endmacro %}{{ f('ab', 60) }}",
-            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        ],
-    )
-    def test_nothing_grows_without_end(self, template: str) -> None:
-        with pytest.raises(ChatFailed, match="the chat template failed"):
-            render(template)
-
-    def test_what_it_writes_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(chat, "MAX_RENDERED", 1000)
-        assert len(render("{% for i in range(500) %}ab{% endfor %}")) == 1000
-        with pytest.raises(ChatFailed, match="the chat template wrote more than 1000 characters"):
-            render("{% for i in range(501) %}ab{% endfor %}")
-
-    @pytest.mark.parametrize("body", ["", "{{ messages.x }}", "{{ a + b }}", "{% if messages[0] %}{% endif %}"])
-    def test_its_time_is_bounded(self, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(chat, "MAX_SECONDS", 0.05)
-        loops = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
-        with pytest.raises(ChatFailed, match=r"the chat template (took more than 0\.05 seconds|wrote more)"):
-            render(loops.replace("BODY", body))
 
 
 @pytest.fixture(autouse=True)
