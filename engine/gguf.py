@@ -1,16 +1,13 @@
-"""GGUF checkpoints: metadata to flags, and tensors dequantised one by one through the `gguf` package."""
+"""GGUF checkpoints: metadata to flags, and tensors under the names that Hugging Face gives them."""
 
-import math
 from pathlib import Path
 
-import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.gguf_head import TensorInfo, read_head
+from engine.gguf_head import ALIGNMENT, read_head
+from engine.gguf_tensors import GgufTensors
 from engine.modelconfig import ModelConfig, Rope, Settings, head_shape
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -40,51 +37,51 @@ TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "o
 
 
 class GgufSource:
-    """The tensors of one .gguf file under their Hugging Face names, dequantised to float32 as they are read."""
+    """The tensors of one .gguf file under their Hugging Face names, dequantised as they are read."""
 
     def __init__(self, path: Path) -> None:
         self._path, self.place = path, str(path)
         metadata, infos = read_head(path)
         self._settings = Settings(metadata, path)
-        self._data = np.memmap(path, np.uint8, "r")
-        self._tensors = {self._hf_name(info.name): info for info in infos}
-        if len(self._tensors) < len(infos):
+        self._refuse_parts()
+        self._names = {self._hf_name(info.name): info.name for info in infos}
+        if len(self._names) < len(infos):
             raise ModelError(f"{path}: two tensors have the same name")
+        self._tensors = GgufTensors(path, infos, metadata.get("general.alignment", ALIGNMENT))
         self.config = self._read_config()
 
     def names(self) -> set[str]:
-        return set(self._tensors)
+        return set(self._names)
 
     def where(self, name: str) -> str:
         return str(self._path)
 
+    def shape(self, name: str) -> list[int]:
+        return self._tensors.shape(self._names[name])
+
     def read(self, name: str) -> Tensor:
-        info = self._tensors[name]
-        try:
-            kind = GGMLQuantizationType(info.kind)
-            values = dequantize(self._bytes(info, kind), kind)
-        except (NotImplementedError, ValueError, IndexError) as error:
-            raise ModelError(f"{self._path}: tensor {info.name} cannot be read: {error}") from None
-        owned = values if values.flags.writeable else values.copy()  # torch takes no read-only memory
-        return self._unpermute(name, torch.from_numpy(owned).reshape(info.shape[::-1]))
+        """The whole tensor in float32."""
+        found = torch.empty(self.shape(name))
+        self.copy(name, found)
+        return found
 
-    def _bytes(self, info: TensorInfo, kind: GGMLQuantizationType) -> np.ndarray:
-        """The tensor as it lies in the file, uint8 [rows, bytes of a row]."""
-        block, size = GGML_QUANT_SIZES[kind]
-        row = info.shape[0] // block * size
-        count = row * math.prod(info.shape[1:])
-        data = self._data[info.offset : info.offset + count]
-        if len(data) < count or info.shape[0] % block:
-            raise ValueError(f"{count} bytes expected at byte {info.offset}, the file has {len(data)}")
-        return np.asarray(data).reshape(-1, row)
+    def copy(self, name: str, target: Tensor) -> None:
+        """Write the tensor into `target`, which has its shape, in the dtype of `target`."""
+        self._tensors.copy(self._names[name], target, self._rows(name))
 
-    def _unpermute(self, name: str, weight: Tensor) -> Tensor:
-        """Llama's q and k rows are stored for interleaved rope; ours (and Hugging Face's) rotates halves."""
+    def _rows(self, name: str) -> Tensor | None:
+        """Where each row belongs: llama's q and k are stored for interleaved rope, ours (and HF's) rotates halves."""
         heads = {"q_proj": self.config.heads, "k_proj": self.config.kv_heads}.get(name.split(".")[-2], 0)
-        if self.config.family != "llama" or not heads or weight.shape[0] % (2 * heads):
-            return weight  # a shape that does not fit is the loader's to refuse
-        pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
-        return pairs.transpose(1, 2).reshape(weight.shape)
+        if self.config.family != "llama" or not heads:
+            return None
+        halves = torch.arange(self.shape(name)[0]).view(heads, 2, -1)
+        return halves.transpose(1, 2).reshape(-1)
+
+    def _refuse_parts(self) -> None:
+        count = self._settings.raw.get("split.count", 1)
+        if count != 1:
+            message = f"it is one of {count} parts (split.count); join them first, with llama-gguf-split --merge"
+            raise ModelError(f"{self._path}: {message}")
 
     def _hf_name(self, name: str) -> str:
         stem, _, suffix = name.rpartition(".")
@@ -97,7 +94,7 @@ class GgufSource:
 
     def _read_config(self) -> ModelConfig:
         family, settings = self._read_family(), self._settings
-        if "model.embed_tokens.weight" not in self._tensors:
+        if "model.embed_tokens.weight" not in self._names:
             raise ModelError(f"{self._path}: tensor token_embd.weight is missing")
         hidden, heads = settings.count(f"{family}.embedding_length"), settings.count(f"{family}.attention.head_count")
         kv_heads = settings.optional_count(f"{family}.attention.head_count_kv")
@@ -108,18 +105,18 @@ class GgufSource:
                 raise settings.refuse(f"{family}.{key}", f"the head's size, {shape['head_dim']},")
         return ModelConfig(
             family=family,
-            vocab_size=int(self._tensors["model.embed_tokens.weight"].shape[-1]),
+            vocab_size=int(self.shape("model.embed_tokens.weight")[0]),
             hidden_size=hidden,
             intermediate_size=settings.count(f"{family}.feed_forward_length"),
             layers=settings.count(f"{family}.block_count"),
             max_positions=settings.count(f"{family}.context_length"),
             norm_eps=settings.number(f"{family}.attention.layer_norm_rms_epsilon"),
             rope=self._read_rope(family),
-            tied="lm_head.weight" not in self._tensors,
-            qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._tensors,
-            output_bias="model.layers.0.self_attn.o_proj.bias" in self._tensors,
-            mlp_bias="model.layers.0.mlp.gate_proj.bias" in self._tensors,
-            qk_norm="model.layers.0.self_attn.q_norm.weight" in self._tensors,
+            tied="lm_head.weight" not in self._names,
+            qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._names,
+            output_bias="model.layers.0.self_attn.o_proj.bias" in self._names,
+            mlp_bias="model.layers.0.mlp.gate_proj.bias" in self._names,
+            qk_norm="model.layers.0.self_attn.q_norm.weight" in self._names,
             dtype="bfloat16",
             eos_token_ids=sorted({token for key in END_KEYS for token in settings.token_ids(key)}),
             **shape,
@@ -140,7 +137,7 @@ class GgufSource:
     def _read_rope(self, family: str) -> Rope:
         settings = self._settings
         scaling = settings.raw.get(f"{family}.rope.scaling.type", "none")
-        if scaling not in ("none", "linear") or "rope_freqs.weight" in self._tensors:
+        if scaling not in ("none", "linear") or "rope_freqs.weight" in self._names:
             raise ModelError(f"{self._path}: rope scaling {scaling!r} is not supported in GGUF files yet")
         theta = settings.number(f"{family}.rope.freq_base", 10000.0)
         if scaling == "none":

@@ -65,7 +65,13 @@ class _Head:
         if version not in VERSIONS:
             raise ValueError(f"version {version}, only {VERSIONS} are known")
         self._tensors = self._number("Q")
-        return {self._string(): self._value(self._number("I")) for _ in range(self._count("Q", 1))}
+        entries: dict[str, Any] = {}
+        for _ in range(self._count("Q", 1)):
+            name = self._string()
+            if name in entries:
+                raise ValueError(f"{name} stands in it twice")
+            entries[name] = self._value(self._number("I"))
+        return entries
 
     def entries_and_tensors(self) -> tuple[dict[str, Any], list[TensorInfo]]:
         entries = self.entries()
@@ -91,8 +97,20 @@ class _Head:
     def _array(self, kind: int, nesting: int) -> list[Any]:
         if kind in NUMBERS:
             return self._numbers(NUMBERS[kind], self._count("Q", struct.calcsize(NUMBERS[kind])))
-        read: Callable[[], Any] = self._string if kind == STRING else lambda: self._value(kind, nesting)
-        return [read() for _ in range(self._count("Q", 8))]
+        count = self._count("Q", 8)
+        return self._strings(count) if kind == STRING else [self._value(kind, nesting) for _ in range(count)]
+
+    def _strings(self, count: int) -> list[str]:
+        """As `_string` so often, in a loop of its own: there are 100,000 in the arrays of a vocabulary."""
+        data, at, found = self._data, self._at, list[str]()
+        for _ in range(count):
+            start = at + 8
+            at = start + int.from_bytes(data[at:start], "little")
+            found.append(str(data[start:at], "utf-8"))
+            if at > len(data):
+                raise ValueError(f"a text of {at - start} bytes is announced at byte {start}, the file ends before")
+        self._at = at
+        return found
 
     def _count(self, code: str, smallest: int) -> int:
         """How many things of at least `smallest` bytes follow."""

@@ -4,18 +4,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.checkpoint import INDEX, files_of, fingerprint, shards_of
+from engine.checkpoint import files_of, fingerprint
 from engine.errors import ModelError
 from engine.modelconfig import ModelConfig, load_config
-
-REDUNDANT_SUFFIX = ".rotary_emb.inv_freq"  # a buffer that old checkpoints carry; it follows from the configuration
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from engine.shards import SafetensorsSource
 
 
 class Source(Protocol):
@@ -25,58 +22,24 @@ class Source(Protocol):
 
     def names(self) -> set[str]: ...
 
-    def read(self, name: str) -> Tensor: ...
-
     def where(self, name: str) -> str: ...
 
+    def shape(self, name: str) -> list[int]: ...
 
-class SafetensorsSource:
-    """One or many safetensors files of a directory. The index decides; files that it does not name are not read."""
+    def read(self, name: str) -> Tensor: ...
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
-        self._files: dict[str, Any] = {}
-        self._file_of: dict[str, Path] = {}
-        placed: dict[str, Path] = {}
-        for path, expected in shards_of(directory):
-            handle = stack.enter_context(_open_shard(path))
-            held = set(handle.keys())
-            if missing := sorted(expected - held):
-                raise ModelError(f"{path}: tensor {missing[0]} is missing, which the index places here")
-            self._files[str(path)] = handle
-            self._file_of.update(dict.fromkeys(held, path))
-            placed.update(dict.fromkeys(expected, path))
-        self._file_of.update(placed)
-        self.place = str(directory / INDEX) if placed else next(iter(self._files))
-
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
-    def read(self, name: str) -> Tensor:
-        path = self._file_of[name]
-        try:
-            return self._files[str(path)].get_tensor(name)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ModelError(f"{path}: tensor {name} cannot be read: {error}") from None
-
-    def where(self, name: str) -> str:
-        return str(self._file_of[name])
-
-
-def _open_shard(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no such file, although the index names it") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ModelError(f"{path}: not a complete safetensors file: {error}") from None
+    def copy(self, name: str, target: Tensor) -> None: ...
 
 
 class Loader:
-    """Hands out tensors by name, checked for shape and counted, into memory that the caller owns."""
+    """Hands out tensors by name, checked for shape and counted, in memory of the device, in one dtype.
+
+    Shapes are compared before memory is taken: a wrong number in a configuration must not cost a terabyte.
+    """
 
     def __init__(self, source: Source, dtype: torch.dtype, device: torch.device) -> None:
         self._source = source
-        self._left = {name for name in source.names() if not name.endswith(REDUNDANT_SUFFIX)}
+        self._left = source.names()
         self._dtype, self._device = dtype, device
         self.bytes = 0  # of all parameters so far
 
@@ -88,18 +51,22 @@ class Loader:
 
     def stacked(self, parts: list[tuple[str, int]], *columns: int) -> Tensor:
         """The tensors named in `parts`, each [rows, *columns], one below the other; copied once, into place."""
+        for name, rows in parts:
+            self._take(name, [rows, *columns])
         shape = (sum(rows for _, rows in parts), *columns)
         parameter = torch.empty(shape, dtype=self._dtype, device=self._device)
         first = 0
         for name, rows in parts:
-            parameter[first : first + rows].copy_(self._take(name, [rows, *columns]))
+            self._source.copy(name, parameter[first : first + rows])
             first += rows
+        self._refuse_infinite(parameter, [name for name, _ in parts])
         self.bytes += parameter.nbytes
         return parameter
 
     def drop_tied(self, name: str, twin: Tensor) -> None:
         """Take a tensor that the files hold although it is tied to `twin`; one that differs is warned of, not used."""
-        if not torch.equal(self._take(name, list(twin.shape)).to(twin.dtype).to(twin.device), twin):
+        self._take(name, list(twin.shape))
+        if not torch.equal(self._source.read(name).to(twin.dtype).to(twin.device), twin):
             where = self._source.where(name)
             warnings.warn(
                 f"{where}: {name} differs from the embedding it is tied to; the embedding is used", stacklevel=2
@@ -110,17 +77,23 @@ class Loader:
             name = min(self._left)
             raise ModelError(f"{self._source.where(name)}: tensor {name} has no place in this model")
 
-    def _take(self, name: str, shape: list[int]) -> Tensor:
+    def _take(self, name: str, shape: list[int]) -> None:
         if name not in self._left:
             raise ModelError(f"{self._source.place}: tensor {name} is missing")
         self._left.discard(name)
-        part = self._source.read(name)
-        where = f"{self._source.where(name)}: tensor {name}"
-        if list(part.shape) != shape:
-            raise ModelError(f"{where} has shape {list(part.shape)}, not {shape}")
-        if part.dtype not in FLOATS:
-            raise ModelError(f"{where} has dtype {part.dtype}, not one of {', '.join(map(str, FLOATS))}")
-        return part
+        if (found := self._source.shape(name)) != shape:
+            raise ModelError(f"{self._source.where(name)}: tensor {name} has shape {found}, not {shape}")
+
+    def _refuse_infinite(self, parameter: Tensor, names: list[str]) -> None:
+        """One NaN in the weights, or a number that float16 does not hold, would make every reply an error.
+
+        A sum is read at the speed of memory, and is finite when all is; only one that is not is looked at closely.
+        """
+        total = parameter.sum(dtype=torch.float32)
+        if not bool(torch.isfinite(total)) and not bool(torch.isfinite(parameter).all()):
+            where, dtype = self._source.where(names[0]), str(parameter.dtype).removeprefix("torch.")
+            message = f"tensor {' or '.join(names)} has numbers that are NaN, or infinite in {dtype}"
+            raise ModelError(f"{where}: {message}")
 
 
 @contextmanager

