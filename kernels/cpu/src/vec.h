@@ -131,8 +131,9 @@ inline vf exp(vf x) {
   vf whole = shifted - shift;
   vf r = fma(whole, splat(-0.693145752f), x);
   r = fma(whole, splat(-1.42860677e-6f), r);
+  constexpr float taylor[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
   vf p = splat(1.0f / 5040);
-  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(c));
+  for (float term : taylor) p = fma(p, r, splat(term));
   vi half = n >> 1, rest = n - half;
   vi low = (half + 127) << 23, high = (rest + 127) << 23;
   return p * (vf)low * (vf)high;

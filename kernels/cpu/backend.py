@@ -1,0 +1,134 @@
+"""The operations behind the door, on the C++ kernels, where a row's bits never depend on the other rows.
+
+Everything the kernels do not check is checked here: dtypes, layouts, sizes.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.backend import TorchBackend
+from kernels.cpu.library import Library
+from kernels.cpu.memory import Arena
+from kernels.linear import Linear
+
+COLUMNS = 32  # outputs of a packed panel, as linear.h has it
+PER_UNIT = {torch.float32: 1, torch.bfloat16: 2}  # the dtypes that there are kernels for, and how many make 4 bytes
+
+
+class PackedLinear:
+    """x [T, in] -> x @ weight.T + bias [T, out], for a weight that is kept in the kernels' layout only."""
+
+    def __init__(self, library: Library, arena: Arena, weight: Tensor, bias: Tensor | None) -> None:
+        self.outputs, self.inner = weight.shape
+        self.dtype, self._half = weight.dtype, int(weight.dtype == torch.bfloat16)
+        self._library = library
+        assert weight.is_contiguous()
+        assert bias is None or (bias.dtype == self.dtype and bias.shape == (self.outputs,))
+        self.bias = bias.contiguous() if bias is not None else None
+        panels, units = -(-self.outputs // COLUMNS), -(-self.inner // PER_UNIT[weight.dtype])
+        self.packed = arena.take(panels * units * COLUMNS)
+        library.pack(self._half, weight.data_ptr(), self.outputs, self.inner, self.packed.data_ptr())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert x.dtype == self.dtype, (x.dtype, self.dtype)
+        assert x.dim() == 2 and x.shape[1] == self.inner, (x.shape, self.inner)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        y = torch.empty(x.shape[0], self.outputs, dtype=self.dtype)
+        bias = self.bias.data_ptr() if self.bias is not None else None
+        self._library.linear(
+            self._half, x.data_ptr(), x.stride(0), len(x), self.packed.data_ptr(), self.inner, self.outputs,
+            bias, None, y.data_ptr(), self.outputs,
+        )  # fmt: skip
+        return y
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight [len(ids), in]: the embedding of a model whose head is tied to it."""
+        assert ids.dtype == torch.int64
+        assert not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < self.outputs, "token id out of range"
+        ids, found = ids.contiguous(), torch.empty(len(ids), self.inner, dtype=self.dtype)
+        self._library.unpack_rows(
+            self._half, self.packed.data_ptr(), self.inner, ids.data_ptr(), len(ids), found.data_ptr()
+        )
+        return found
+
+
+class CpuBackend(TorchBackend):
+    """bfloat16 and float32 on a CPU."""
+
+    def __init__(self, library: Library, *, deterministic: bool, threads: int) -> None:
+        super().__init__(deterministic=deterministic)
+        self.library, self.numerics = library, f"cpu-{library.numerics}"
+        self._arena = Arena(library.advise_huge)
+        library.set_threads(threads)
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        return PackedLinear(self.library, self._arena, weight, bias)
+
+    def prepare_tied(self, weight: Tensor) -> tuple[Linear, Linear]:
+        packed = PackedLinear(self.library, self._arena, weight, None)
+        return packed.rows, packed
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        assert weight.dtype == x.dtype
+        assert weight.shape == x.shape[-1:]
+        assert weight.is_contiguous()
+        x, (tokens, stride, heads, width) = _heads(x)
+        y = torch.empty(x.shape, dtype=x.dtype)
+        self.library.rms_norm(
+            _half(x), x.data_ptr(), tokens, stride, heads, width, weight.data_ptr(), eps, y.data_ptr()
+        )
+        return y
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x, (tokens, stride, heads, width) = _heads(x)
+        assert cos.shape == sin.shape == (tokens, 1, width)
+        assert cos.dtype == sin.dtype == torch.float32
+        cos, sin, y = cos.contiguous(), sin.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+        self.library.rope(
+            _half(x), x.data_ptr(), tokens, stride, heads, width, cos.data_ptr(), sin.data_ptr(), y.data_ptr()
+        )
+        return y
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate(gate_up, with_gelu=0)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gate(gate_up, with_gelu=1)
+
+    def _gate(self, gate_up: Tensor, with_gelu: int) -> Tensor:
+        rows, doubled = gate_up.shape
+        gate_up = gate_up.contiguous()
+        y = torch.empty(rows, doubled // 2, dtype=gate_up.dtype)
+        self.library.gate(_half(gate_up), with_gelu, gate_up.data_ptr(), rows, doubled // 2, y.data_ptr())
+        return y
+
+    def store_kv(self, kv: Tensor, new: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+        _, pool, heads, block_size, width = kv.shape
+        assert kv.is_contiguous()
+        assert new.dtype == kv.dtype
+        assert blocks.dtype == offsets.dtype == torch.int64
+        assert new.shape == (len(blocks), 2, heads, width)
+        assert len(offsets) == len(blocks)
+        new, blocks, offsets = new.contiguous(), blocks.contiguous(), offsets.contiguous()
+        shape = torch.tensor((pool, heads, block_size, width))
+        self.library.store_kv(
+            _half(kv), kv.data_ptr(), new.data_ptr(), len(blocks), blocks.data_ptr(), offsets.data_ptr(),
+            shape.data_ptr(),
+        )  # fmt: skip
+
+
+def _half(x: Tensor) -> int:
+    """How the kernels are told a dtype."""
+    assert x.dtype in PER_UNIT, x.dtype
+    return int(x.dtype == torch.bfloat16)
+
+
+def _heads(x: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
+    """x [tokens, (heads,) width] with heads side by side, and (tokens, stride between tokens, heads, width)."""
+    if x.dim() == 2:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return x, (x.shape[0], x.stride(0), 1, x.shape[1])
+    assert x.dim() == 3, x.shape
+    if x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2]):
+        x = x.contiguous()
+    return x, (x.shape[0], x.stride(0), x.shape[1], x.shape[2])
