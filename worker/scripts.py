@@ -21,7 +21,7 @@ class Script:
     """A script from one or more files of the folder, with the shared text before them."""
 
     def __init__(self, *names: str) -> None:
-        self.text = "".join((FOLDER / f"{name}.lua").read_text() for name in ("common", *names))
+        self.text = "".join((FOLDER / f"{name}.lua").read_text("utf-8") for name in ("common", *names))
         self.sha = sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
     async def __call__(self, redis: Redis, keys: Sequence[str], args: Iterable[Any]) -> Any:

@@ -57,14 +57,41 @@ def test_queue_watched_by_a_program_survives_a_lost_redis(own_server: Server, qu
     commands = Commands(own_server.url, Keys(queue_name))
     process = commands.process("queue", "--watch", "0.1", "--json", stdout=-1, stderr=-1)
     assert process.stdout is not None
+    assert process.stderr is not None
     assert b'"dead":0' in process.stdout.readline()
     own_server.stop(kill=True)
-    assert any(line.startswith(b"Redis: ") for line in iter(process.stdout.readline, b""))
+    assert process.stderr.readline().startswith(b"Redis: ")
     own_server.start()
-    assert any(line.startswith(b"{") for line in iter(process.stdout.readline, b""))
+    with connect_sync(own_server.url) as server:
+        server.xadd(commands.keys.dead, {"id": "job1"})
+    assert any(json.loads(line)["dead"] == 1 for line in iter(process.stdout.readline, b"")), "JSON, always"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("command", [("ps", "--watch", "0.1"), ("top", "--interval", "0.1")])
+def test_dumb_terminal_gets_page_after_page_and_no_command(
+    one_server: str, queue_name: str, command: tuple[str, ...]
+) -> None:
+    commands, (ours, theirs) = Commands(one_server, Keys(queue_name)), pty.openpty()
+    dumb = {"environment": {"TERM": "dumb"}}
+    process = commands.process(*command, stdin=theirs, stdout=theirs, stderr=theirs, **dumb)
+    os.close(theirs)
+    seen = read_until(ours, b"workers") + read_until(ours, b"workers")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+    assert b"\x1b" not in seen
+    os.close(ours)
+
+
+def test_commands_work_where_nothing_but_ascii_is_known(one_server: str, queue_name: str) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    commands = Commands(one_server, Keys(queue_name))
+    process = commands.process("queue", stdout=-1, stderr=-1, environment=ascii_only)
+    lines, errors = process.communicate(timeout=20)
     assert (process.returncode, errors) == (0, b"")
+    assert lines.startswith(b"PRIORITY")
 
 
 def test_show_watched_follows_a_job_to_its_end(one_server: str, queue_name: str) -> None:

@@ -218,7 +218,7 @@ def _write_json(path: Path, document: dict[str, Any]) -> None:
     if str(path) == "-":
         click.echo(line)
     else:
-        path.write_text(line + "\n")
+        path.write_text(line + "\n", "utf-8")
 
 
 def _document(load: Load, found: Figures, given: Given, facts: Facts) -> dict[str, Any]:

@@ -38,31 +38,40 @@ def page() -> Page:
     return Page(shutil.get_terminal_size().columns, coloured)
 
 
+def redrawable() -> bool:
+    """Whether standard output is a terminal that takes the commands of `Terminal` and `present`."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
 def present(draw: Callable[[], str], watch: float | None) -> None:
-    """Writes what `draw` returns, once or every `watch` seconds. While watching, a lost Redis is only mentioned."""
+    """Writes what `draw` returns, once or every `watch` seconds.
+
+    While watching, a lost Redis is only mentioned: on the screen, else on standard error, so that JSON stays JSON.
+    """
     if watch is None:
         click.echo(draw(), color=True)  # a pipe gets every character, also what looks like a colour
         return
-    terminal = sys.stdout.isatty()
+    on_screen = redrawable()
     try:
-        click.echo(_BEGIN if terminal else "", nl=False)
+        click.echo(_BEGIN if on_screen else "", nl=False)
         while True:
-            text = _drawn(draw)
-            click.echo(_redrawn(text) if terminal else text, nl=not terminal, color=True)
+            text, lost = _drawn(draw)
+            click.echo(_redrawn(text) if on_screen else text, nl=not on_screen, err=lost and not on_screen, color=True)
             time.sleep(watch)
     except KeyboardInterrupt:
         pass  # how one stops watching
     finally:
-        click.echo(_END if terminal else "", nl=False)
+        click.echo(_END if on_screen else "", nl=False)
 
 
-def _drawn(draw: Callable[[], str]) -> str:
+def _drawn(draw: Callable[[], str]) -> tuple[str, bool]:
+    """The text, and whether it only says that Redis is lost."""
     from redis.exceptions import RedisError
 
     try:
-        return draw()
+        return draw(), False
     except RedisError as error:
-        return one_line(f"Redis: {error}")
+        return one_line(f"Redis: {error}"), True
 
 
 def _redrawn(text: str) -> str:

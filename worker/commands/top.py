@@ -5,7 +5,6 @@ and the first jobs (`--limit`).
 """
 
 import itertools
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ import click
 
 from worker.commands.access import inspected
 from worker.commands.options import setting_options
-from worker.commands.screen import json_option, page
+from worker.commands.screen import json_option, page, redrawable
 from worker.terminal import json_line, one_line
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def top_command(
         live = Live(inspector, Watch(), limit, sort, interval)
         looks = range(count) if count else itertools.count()
         try:
-            if sys.stdout.isatty() and not as_json:
+            if redrawable() and not as_json:
                 _on_terminal(live, looks, interval)
             else:
                 _in_lines(live, live.json_text if as_json else live.text, looks, interval)
