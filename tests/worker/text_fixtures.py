@@ -170,3 +170,20 @@ def byte_level_fields(**changes: Any) -> dict[str, Any]:
     types = [CONTROL] * 3 + [USER_DEFINED] + [NORMAL] * (len(tokens) - 4)
     fields = {"pre": "smollm", "tokens": tokens, "token_type": types, "merges": merges}
     return fields | {"bos_token_id": 1, "eos_token_id": 2} | changes
+
+
+def as_transformers(tokenizer: Tokenizer, directory: Path) -> Any:
+    """The tokenizer as transformers loads it."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer._backend.save(str(directory / "tokenizer.json"))
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(directory / "tokenizer.json"),
+        chat_template=tokenizer.chat_template,
+        **tokenizer.named_tokens,
+    )
+
+
+def reference_ids(reference: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    """What transformers makes of a conversation."""
+    return reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **options)["input_ids"]
