@@ -95,11 +95,11 @@ class Child:
         self._engine = self._load()
 
     def _load(self) -> "Engine":
-        begin = self._first_command()
         started = time.monotonic()
         from engine.engine import Engine  # torch is imported here, so that its seconds are seen as a phase
 
         self._channel.send(Loading("import", time.monotonic() - started))
+        begin = self._first_command()
         started = time.monotonic()
         engine = Engine(begin.config, on_launch=self._announce, on_compile=self._compiling)
         self._channel.send(Loading("model", time.monotonic() - started))

@@ -83,9 +83,14 @@ class Bridge:
         """The id of the engine's process, once there is one."""
         return None if self._process is None else self._process.pid
 
+    async def spawn(self) -> None:
+        """Start the process. It imports what it needs, and waits to be told what to load."""
+        if self._process is None:
+            await self._spawn()
+
     async def start(self, config: EngineConfig) -> None:
-        """Start the process and wait until the model is loaded. Raises EngineRefused or EngineDied."""
-        await self._spawn()
+        """Start the process, unless it is, and wait until the model is loaded. Raises EngineRefused or EngineDied."""
+        await self.spawn()
         self._send(Begin(config))
         while True:
             report = await self._receive()

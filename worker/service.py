@@ -139,6 +139,7 @@ class Service:
         settings = self.settings
         self.health.to("starting", "loading the model")
         self._loader, found = begin_aside(self._load, settings.model)
+        await self._bridge.spawn()  # its imports take a second or more, and need no model
         model = await self._timed("find", found)
         self._log.info(logs.MODEL_LOADING, path=str(model.path), digest=model.digest)
         queue = Queue(clients.main, Keys(settings.queue), self.name, lease=settings.lease)
@@ -186,6 +187,7 @@ class Service:
             dtype=info.dtype,
             deterministic=info.deterministic,
             numerics=info.numerics,
+            kernels=info.kernels,
             kv_blocks=info.kv_blocks,
             max_model_len=info.max_model_len,
         )

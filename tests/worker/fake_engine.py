@@ -72,6 +72,9 @@ class FakeEngine:
         self._last_words: list[Delta] = []
         self._death: EngineDied | None = None
 
+    async def spawn(self) -> None:
+        pass
+
     async def start(self, config: EngineConfig) -> None:
         self.config = config
         if self.refuse_start:
