@@ -173,9 +173,11 @@ def graph(sheet: Sheet, panel: Json, prometheus: Prometheus) -> None:
 
 
 def _abreast(lines: list[Line], width: float) -> int:
-    """How many legends stand in one line."""
-    longest = max((len(line.legend) for line in lines), default=0)
-    return max(1, min(len(lines), int((width - LEFT) / CHARACTER / (longest + 6))))
+    """How many legends stand in one line: all of them, or as many of the longest as there is room for."""
+    room, longest = (width - LEFT) / CHARACTER, max((len(line.legend) for line in lines), default=0) + 6
+    if sum(len(line.legend) + 6 for line in lines) <= room:
+        return max(1, len(lines))
+    return max(1, int(room / longest))
 
 
 def _plot(axes: Any, panel: Json, minutes: list[float], lines: list[Line]) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 import tomllib
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import gllm
-from tests.deploy.files import ROOT, VARIABLES, dockerfile
+from tests.deploy.files import PASSWORD, ROOT, VARIABLES, compose, dockerfile
 from tests.deploy.image import Images, index_of, need_tools, torch_wheel, wrapped
 from tests.e2e.worker_process import WorkerProcess
 from tests.servers import Server, binaries, first_kind
@@ -119,9 +120,19 @@ def test_built_image_serves_and_stops_in_time(images: Images, image_redis: Serve
             first = worker.descendants()[0]
             words = Path(f"/proc/{first}/environ").read_bytes().split(b"\0")
             assert [word for word in words if word.startswith(b"HOME=")] == []
+            check_sample_load([*wrap, command])
             check_term_in_mid_reply(worker, first, image_redis.url)
         finally:
             worker.end()
+
+
+def check_sample_load(command: list[str]) -> None:
+    """What compose's producer runs, from the image."""
+    told = {"REDIS_PASSWORD": PASSWORD, "LOAD_JOBS": "6", "LOAD_JOBS_PER_SECOND": "20"}
+    load = compose("compose.yaml", told)["services"]["producer"]["command"]
+    done = subprocess.run([*command, *load], check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 ended well" in done.stdout
 
 
 def check_term_in_mid_reply(worker: WorkerProcess, first: int, url: str) -> None:
