@@ -48,8 +48,10 @@ class ChatTemplate:
             raise ChatFailed(f"the chat template {error}") from error
 
 
-def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, messages: Messages, now: datetime) -> list[int]:
-    """The ids of a conversation. Strings in the messages that spell control tokens are encoded as plain text.
+def render_chat(
+    tokenizer: Tokenizer, template: ChatTemplate, messages: Messages, now: datetime
+) -> tuple[str, dict[str, str]]:
+    """A conversation as `Tokenizer.encode_guarded` takes it: strings in it that spell control tokens stay plain text.
 
     Raises PromptError, also for a job that spells more different ones than there are placeholders.
     """
@@ -62,8 +64,8 @@ def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, messages: Messages
         parts, apart = _hide(messages, control.beginnings)
         safe = template.render(apart, names, now)
         if control.found(text) != control.found(safe):
-            return tokenizer.encode_guarded(safe, parts.hidden)
-    return tokenizer.encode_guarded(text, whole.hidden)
+            return safe, parts.hidden
+    return text, whole.hidden
 
 
 def _hide(messages: Messages, spans: Callable[[str], Iterable[tuple[int, int]]]) -> tuple[Hiding, Messages]:

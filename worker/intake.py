@@ -8,7 +8,7 @@ from engine.request import Request, SamplingParams
 from engine.wire import EngineInfo
 from gllm.protocol import Job
 from gllm.validate import shown
-from worker.chat import ChatTemplate, encode_chat
+from worker.chat import ChatTemplate, render_chat
 from worker.control import PromptError
 from worker.renderer import Renderer
 from worker.text import ReplyText
@@ -112,11 +112,18 @@ class Intake:
         if job.token_ids is not None:
             return list(job.token_ids)
         if job.prompt is not None:
+            self._check_room(job, self.tokenizer.fewest(job.prompt), "at least ")
             return self.tokenizer.encode(job.prompt, parse_special=job.parse_special)
+        text, hidden = self._rendered(job, submitted_ms)
+        if not hidden:  # else placeholders are longer than what they stand for
+            self._check_room(job, self.tokenizer.fewest(text), "at least ")
+        return self.tokenizer.encode_guarded(text, hidden)
+
+    def _rendered(self, job: Job, submitted_ms: int | None) -> tuple[str, dict[str, str]]:
         if self._template is None:
             raise JobRejected("unsupported", f"messages: the model has no chat template{self._other_templates()}")
         now = datetime.now(UTC) if submitted_ms is None else datetime.fromtimestamp(submitted_ms / 1000, UTC)
-        return encode_chat(self.tokenizer, self._template, job.messages or [], now)
+        return render_chat(self.tokenizer, self._template, job.messages or [], now)
 
     def _other_templates(self) -> str:
         names = ", ".join(sorted(self.tokenizer.chat_templates))
@@ -141,14 +148,16 @@ class Intake:
             content = self.tokenizer.content(max(ids))
             self._check_vocabulary(f"{field}: {content!r}", [max(ids)])
 
-    def _check_room(self, job: Job, prompt: int) -> None:
+    def _check_room(self, job: Job, prompt: int, about: str = "") -> None:
         """The engine's arithmetic: the prompt is below the model's limit, and with the reply it fits the pool."""
         field, limit, pool = _prompt_field(job), self.info.max_model_len, self.info.capacity_tokens
         if prompt >= limit:
-            raise JobRejected("too_large", f"{field}: {prompt} tokens, the model's limit is {limit} with the reply")
+            raise JobRejected(
+                "too_large", f"{field}: {about}{prompt} tokens, the model's limit is {limit} with the reply"
+            )
         need = min(prompt + (job.max_tokens or 0), limit)
         if need > pool:
-            raise JobRejected("too_large", f"{field}: {need} tokens with the reply, the KV cache holds {pool}")
+            raise JobRejected("too_large", f"{field}: {about}{need} tokens with the reply, the KV cache holds {pool}")
 
 
 def _prompt_field(job: Job) -> Literal["prompt", "messages", "token_ids"]:

@@ -17,6 +17,7 @@ import tokenizers
 from worker import pieces
 from worker.control import ControlTokens, PromptError
 from worker.gguf_tokenizer import read_gguf
+from worker.shortest import bound_of
 from worker.stops import Symbol
 from worker.tokenizer_files import TokenizerFiles, read_directory
 
@@ -59,6 +60,7 @@ class Tokenizer:
         self.chat_templates = files.chat_templates
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.digest = _digest(files)
+        self._bound = bound_of(backend)
 
     @property
     def chat_template(self) -> str | None:
@@ -77,6 +79,13 @@ class Tokenizer:
             while ids[:2] == [self._bos_id, self._bos_id]:
                 del ids[0]
         return ids
+
+    def fewest(self, text: str) -> int:
+        """How many tokens a text has at least, quickly; 0 where only its encoding would tell. Raises PromptError."""
+        try:
+            return 0 if self._bound is None else self._bound.fewest(text)
+        except UnicodeEncodeError as error:
+            raise PromptError(f"text that is no valid Unicode: {error}") from error
 
     def encode_guarded(self, text: str, hidden: Mapping[str, str]) -> list[int]:
         """The ids of a rendered chat in which the placeholders `hidden` stand for text that must not be parsed."""

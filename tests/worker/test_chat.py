@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.worker import text_fixtures as fixtures
-from worker.chat import ChatFailed, ChatTemplate, encode_chat
+from worker.chat import ChatFailed, ChatTemplate, render_chat
 from worker.control import PromptError
 from worker.models import ModelError
 from worker.renderer import Renderer
@@ -34,7 +34,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def ids_of(tokenizer: Tokenizer, *messages: dict[str, Any], template: str | None = None) -> list[int]:
     source = template if template is not None else tokenizer.chat_template
     assert source is not None
-    return encode_chat(tokenizer, ChatTemplate(source, RENDERER), messages, NOW)
+    return tokenizer.encode_guarded(*render_chat(tokenizer, ChatTemplate(source, RENDERER), messages, NOW))
 
 
 def user(content: Any, **more: Any) -> dict[str, Any]:
