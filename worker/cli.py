@@ -1,5 +1,6 @@
 """The command `gllm`. What a command needs is imported when it runs: a producer has neither torch nor structlog."""
 
+import errno
 import sys
 from io import TextIOWrapper
 from typing import Any, NoReturn
@@ -14,16 +15,21 @@ from worker.commands.look import ps_command, queue_command
 from worker.commands.options import need_extra, resolved, setting_options
 from worker.commands.show import show_command
 from worker.commands.top import top_command
+from worker.terminal import one_line
 
 
 class Commands(click.Group):
-    """All commands. Ctrl-C ends each of them without a word, unless it has something to say itself."""
+    """All commands. Ctrl-C ends each of them without a word, a full disk with a line, unless it has its own to say."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # `… | head`: click knows how to leave then
+            raise click.ClickException(one_line(str(error))) from None
 
 
 @click.group("gllm", cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -6,6 +6,7 @@ import pytest
 
 from tests.worker.command_bench import Commands, stable
 from tests.worker.queue_bench import QueueBench, finish, now_ms, publish
+from worker.inspection import letters
 from worker.queue import Queue
 
 EVIL = "x\x1b[K\x9b2J\u202e\ny"
@@ -174,6 +175,17 @@ async def test_dead_purge_by_name_by_age_and_all(bench: QueueBench, worker: Queu
     assert [letter["id"] for letter in commands.json("dead", "ls")["letters"]] == ["c", "b"]
     assert commands.text("dead", "purge", "--all", "--yes") == "2 dead letters deleted\n"
     assert commands.text("dead", "purge", "--all", "--yes") == "0 dead letters deleted\n"
+
+
+async def test_dead_commands_say_what_a_look_did_not_reach(
+    bench: QueueBench, worker: Queue, commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(letters, "MAX_LETTERS", 2)
+    await bury(bench, worker, "a", "b", "c", "d", "e")
+    said = commands.text("dead", "retry", "--all")
+    assert said.endswith("2 jobs added again, 0 could not be; 3 left: do it again\n")
+    assert commands.text("dead", "purge", "--all", "--yes") == "2 dead letters deleted; 1 left: do it again\n"
+    assert commands.text("dead", "purge", "--all", "--yes") == "1 dead letter deleted\n"
 
 
 async def test_dead_purge_asks_first(

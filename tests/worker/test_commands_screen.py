@@ -85,6 +85,21 @@ def test_dumb_terminal_gets_page_after_page_and_no_command(
     os.close(ours)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_full_disk_is_a_line_and_no_traceback(one_server: str, queue_name: str) -> None:
+    with open("/dev/full", "wb") as full:
+        process = Commands(one_server, Keys(queue_name)).process("queue", stdout=full, stderr=-1)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (1, b"Error: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("command", [("ps", "--watch", "inf"), ("top", "--interval", "nan"), ("queue", "--watch", "0")])
+def test_pause_that_no_clock_can_make_is_refused(one_server: str, queue_name: str, command: tuple[str, ...]) -> None:
+    result = Commands(one_server, Keys(queue_name))(*command)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert command[2] in result.stderr
+
+
 def test_commands_work_where_nothing_but_ascii_is_known(one_server: str, queue_name: str) -> None:
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     commands = Commands(one_server, Keys(queue_name))

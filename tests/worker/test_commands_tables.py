@@ -67,6 +67,15 @@ def test_table_shortens_to_the_width_of_the_terminal() -> None:
     assert Page(width=5).table(NAMES, [["x" * 50, "1"]])[1] == "xxxxxxx…      1", "a column keeps eight characters"
 
 
+def test_text_that_no_client_could_write_does_not_push_the_rest_away() -> None:
+    rows = Page().table(NAMES, [["x" * 5000, "1"], ["y" * 128, "2"]])
+    assert [len(line) for line in rows] == [130 + len("  COUNT")] * 3
+    assert rows[1].startswith("x" * 129 + "…")
+    assert "y" * 128 in rows[2]
+    last = Page().table(NAMES[::-1], [["1", "x" * 5000]])
+    assert last[1].endswith("x" * 5000), "what stands last pushes nothing away"
+
+
 def test_table_aligns_wide_and_combining_characters() -> None:
     lines = Page().table(NAMES, [["日本", "1"], ["e\u0301", "22"], ["🙂", "3"]])
     assert {columns_of(line) for line in lines} == {len("NAME  COUNT")}

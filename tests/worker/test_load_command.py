@@ -104,6 +104,12 @@ async def _running(crew: ServiceBench, count: int) -> bool:
         ("--prompt-tokens 9:3", "'9:3'"),
         ("--prompt-tokens 0", "'0'"),
         ("--trace /nowhere/t.csv", "No such file or directory"),
+        ("--rate nan", "a finite number expected, got 'nan'"),
+        ("--duration inf", "a finite number expected, got 'inf'"),
+        ("--temperature nan", "a finite number expected, got 'nan'"),
+        ("--plot /nowhere/p.png", "there is no folder '/nowhere'"),
+        ("--json /nowhere/p.json", "there is no folder '/nowhere'"),
+        ("--json /", "is a directory"),
     ],
 )
 def test_bench_refuses_what_means_nothing(commands: Commands, arguments: str, said: str) -> None:

@@ -136,6 +136,7 @@ def retry_command(names: tuple[str, ...], redis: str | None, queue: str | None, 
     with inspected(redis, queue) as inspector:
         letters = [*inspector.letters()][::-1] if every else _named(inspector, names)
         outcomes = [(letter, *_retried(inspector, letter)) for letter in letters]
+        left = inspector.survey().dead - sum(added is None for _, added, _ in outcomes) if every else 0
     failed = [problem for _, _, problem in outcomes if problem]
     if as_json:
         rows = [
@@ -147,7 +148,8 @@ def retry_command(names: tuple[str, ...], redis: str | None, queue: str | None, 
             text = f"{letter.id}: added to {letter.stream} as {added}" if added else f"Error: {problem}"
             click.echo(one_line(text), err=problem is not None)
         if every:
-            click.echo(f"{counted(len(outcomes) - len(failed), 'job')} added again, {len(failed):,} could not be")
+            added = counted(len(outcomes) - len(failed), "job")
+            click.echo(f"{added} added again, {len(failed):,} could not be{_beyond(left)}")
     sys.exit(1 if failed else 0)
 
 
@@ -202,7 +204,13 @@ def purge_command(
         if doomed and not yes:
             _ask(f"delete {counted(len(doomed), 'dead letter')} of queue {inspector.keys.queue} for good?")
         purged = inspector.purge(doomed)
-    click.echo(json_line({"purged": purged}) if as_json else f"{counted(purged, 'dead letter')} deleted")
+        left = inspector.survey().dead if every else 0
+    click.echo(json_line({"purged": purged}) if as_json else f"{counted(purged, 'dead letter')} deleted{_beyond(left)}")
+
+
+def _beyond(left: int) -> str:
+    """A stream that somebody else has filled is longer than one look."""
+    return f"; {left:,} left: do it again" if left > 0 else ""
 
 
 def _ask(question: str) -> None:

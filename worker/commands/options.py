@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,6 +17,18 @@ EXTRAS = {
 }
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Number(click.FloatRange):
+    """A number in a range. Python's own reading of one takes `nan`, which no range leaves out, and `inf`."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"a finite number expected, got {value!r}", param, ctx)
+        return number
 
 
 class BadSetting(click.ClickException):

@@ -9,18 +9,19 @@ from typing import Any
 
 import click
 
-from worker.commands.options import Command
+from worker.commands.options import Command, Number
 from worker.commands.tables import Page
 from worker.terminal import one_line
 
 EVERY_SECONDS = 2.0
+DAY = 86_400.0
 _BEGIN, _END = "\033[2J\033[?7l\033[?25l", "\033[?7h\033[?25h"  # no line wrap and no cursor while the screen is redrawn
 _HOME, _REST_OF_LINE, _REST = "\033[H", "\033[K", "\033[J"
 
 
 def reading_options(command: Command) -> Command:
     """--json and --watch."""
-    watch: dict[str, Any] = {"is_flag": False, "flag_value": EVERY_SECONDS, "type": click.FloatRange(0.1)}
+    watch: dict[str, Any] = {"is_flag": False, "flag_value": EVERY_SECONDS, "type": Number(0.1, DAY)}
     text = f"Show it anew every so many seconds ({EVERY_SECONDS:g}), until Ctrl-C."
     command = click.option("--watch", "watch", metavar="[SECONDS]", default=None, help=text, **watch)(command)
     return json_option(command)

@@ -11,6 +11,7 @@ from worker.terminal import one_line
 
 GAP = "  "
 LEAST = 8  # characters that a shortened column keeps
+MOST = 130  # and has where there is no limit: ids have 128 at most, but anybody may write longer ones into a queue
 
 
 class Column(Struct, frozen=True):
@@ -59,6 +60,9 @@ class Page(Struct, frozen=True):
             max(len(column.title), *(columns_of(row[at].text) for row in rows), 0) for at, column in enumerate(columns)
         ]
         shrinking = [at for at, column in enumerate(columns) if column.shrinks]
+        for at in shrinking:
+            if at < len(columns) - 1:  # the last one pushes nothing away
+                widths[at] = min(widths[at], MOST)
         while self.width is not None and shrinking and sum(widths) + len(GAP) * (len(widths) - 1) > self.width:
             widest = max(shrinking, key=lambda at: widths[at])
             if widths[widest] <= LEAST:

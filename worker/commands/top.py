@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from worker.commands.access import inspected
-from worker.commands.options import setting_options
-from worker.commands.screen import json_option, page, redrawable
+from worker.commands.options import Number, setting_options
+from worker.commands.screen import DAY, json_option, page, redrawable
 from worker.terminal import json_line, one_line
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ NEXT_ORDER = "s"
 @setting_options("redis", "queue")
 @click.option(
     "--interval",
-    type=click.FloatRange(0.1),
+    type=Number(0.1, DAY),
     default=EVERY_SECONDS,
     show_default=True,
     help="Seconds between two looks.",
