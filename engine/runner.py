@@ -17,12 +17,12 @@ from engine.memory import kv_blocks
 from engine.model import Decoder, Inputs
 from engine.modelconfig import ModelConfig
 from engine.plan import Plan, Sampled
-from engine.request import TokenLogprob
-from engine.sampler import Drawn, Sampler, token_logprobs
+from engine.sampler import Drawn, Sampler
+from engine.sampling.logprobs import Scored, score_tokens
 from engine.weights import Loader, open_checkpoint
 from kernels import AttentionBatch, Heads, select
 
-KERNEL_VERSION = 1  # part of `numerics`: raise it with any change that may change a bit of a result
+KERNEL_VERSION = 2  # part of `numerics`: raise it with any change that may change a bit of a result
 LOGIT_ROWS = 64  # prompt positions per vocabulary product: bounds the memory of prompt_logprobs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -35,8 +35,8 @@ class Handle:
     batch: Batch
     drawn: Drawn | None
     silent_broken: Tensor  # of entries that do not sample: whether their last hidden state is not finite
-    prompt_logprobs: dict[int, list[TokenLogprob]]
-    broken_prompts: set[int]
+    prompt_logprobs: dict[int, list[Scored]]  # by entry
+    finite_prompts: dict[int, list[Tensor]]  # by entry: whether the logits were finite
 
 
 class Runner:
@@ -109,7 +109,7 @@ class Runner:
         drawn = self._draw(hidden, batch) if batch.sampling else None
         # Attention carries a NaN to every later position, so an entry's last one shows whether its KV can be trusted.
         silent_broken = ~torch.isfinite(hidden[batch.silent_ends]).all(-1)
-        handle = Handle(plan, batch, drawn, silent_broken, {}, set())
+        handle = Handle(plan, batch, drawn, silent_broken, {}, {})
         for index in batch.scoring:
             self._score_prompt(hidden, handle, index)
         if self.device.type == "cpu":
@@ -123,14 +123,15 @@ class Runner:
         sampled = Sampled([None] * count, [False] * count, [None] * count, [None] * count)
         if handle.drawn is not None:
             ids, broken = handle.drawn.ids.tolist(), handle.drawn.broken.tolist()
+            logprobs = handle.drawn.logprobs
             for slot, index in enumerate(handle.batch.sampling):
                 sampled.tokens[index], sampled.broken[index] = ids[slot], broken[slot]
-                sampled.logprobs[index] = handle.drawn.logprobs[slot]
+                sampled.logprobs[index] = logprobs[slot]
         for index, broken in zip(handle.batch.silent, handle.silent_broken.tolist(), strict=True):
             sampled.broken[index] = broken
-        for index, rows in handle.prompt_logprobs.items():
-            sampled.prompt_logprobs[index] = rows
-            sampled.broken[index] |= index in handle.broken_prompts
+        for index, parts in handle.prompt_logprobs.items():
+            sampled.prompt_logprobs[index] = [row for part in parts for row in part.rows()]
+            sampled.broken[index] |= not all(handle.finite_prompts[index])
         self.device_ns += perf_counter_ns() - began  # next to nothing but the wait
         return sampled
 
@@ -160,12 +161,11 @@ class Runner:
         targets = torch.tensor(sequence.tokens[entry.start + 1 : end + 1], dtype=torch.int64, device=self.device)
         rows = hidden[first : first + len(targets)]
         best = sequence.request.sampling.prompt_logprobs or 0
-        scored = handle.prompt_logprobs.setdefault(index, [])
+        scored, finite = handle.prompt_logprobs.setdefault(index, []), handle.finite_prompts.setdefault(index, [])
         for part, ids in zip(rows.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
             logits = self.logits(part)
-            if not bool(torch.isfinite(logits.amax(-1)).all()):
-                handle.broken_prompts.add(index)
-            scored.extend(token_logprobs(logits, ids, best))
+            finite.append(torch.isfinite(logits.amax(-1)).all())
+            scored.append(score_tokens(logits, ids, [best] * len(ids)))
 
 
 def choose_device(name: str) -> torch.device:

@@ -85,7 +85,7 @@ class Scheduler:
         while index < len(self.running) and budget:
             sequence = self.running[index]
             index += 1
-            if sequence.held or not sequence.remaining:
+            if sequence.waits or not sequence.remaining:
                 continue
             admitted = len(self.running)
             if self._grow(sequence, budget, plan):
@@ -243,6 +243,8 @@ class Scheduler:
         prompt_logprobs: list[TokenLogprob | None] | None,
     ) -> Delta:
         sequence.tokens.append(token)
+        if sequence.mask_source is not None:
+            sequence.mask_source.advance(token)
         self.counters.generation_tokens += 1
         logprobs = None if logprob is None else [logprob]
         reason = self._ending(sequence, token)

@@ -11,6 +11,7 @@ from array import array
 from hashlib import blake2b
 
 from engine.blocks import Namespace
+from engine.masks import MaskSource
 from engine.request import GREEDY_BELOW, Delta, FinishReason, Request, TokenLogprob, Usage
 
 
@@ -21,7 +22,10 @@ def default_seed(engine_seed: int, request_id: str) -> int:
 
 
 class Sequence:
-    """The engine's own record of one request. `limit` is the total length (prompt and output) at which it must end."""
+    """The engine's own record of one request. `limit` is the total length (prompt and output) at which it must end.
+
+    `longest` is the length that ropes which depend on it reckon with: the same in every engine, whatever its pool.
+    """
 
     __slots__ = (
         "admissions",
@@ -37,6 +41,8 @@ class Sequence:
         "in_flight",
         "kv",
         "limit",
+        "longest",
+        "mask_source",
         "namespace",
         "pending",
         "preemptions",
@@ -51,14 +57,21 @@ class Sequence:
     )
 
     def __init__(
-        self, request: Request, *, limit: int, end_ids: frozenset[int], namespace: Namespace, engine_seed: int
+        self,
+        request: Request,
+        *,
+        limit: int,
+        end_ids: frozenset[int],
+        namespace: Namespace,
+        engine_seed: int,
+        longest: int = 0,
     ) -> None:
         sampling = request.sampling
         self.request = request
         self.tokens = array("i", request.tokens)
         self.tokens.extend(request.output)
         self.prompt_length = len(request.tokens)
-        self.limit = limit
+        self.limit, self.longest = limit, longest
         self.end_ids = end_ids
         self.namespace = namespace
         self.greedy = sampling.temperature < GREEDY_BELOW
@@ -73,6 +86,7 @@ class Sequence:
         self.in_flight = 0  # launched steps that are not yet collected
         self.done = 0  # positions that were once computed, or found in the cache at the first admission
         self.held = False
+        self.mask_source: MaskSource | None = None  # what its next token may be, where not anything
         self.admissions = 0
         self.preemptions = 0
         self.cached = 0  # tokens found in the cache at the current admission
@@ -93,6 +107,11 @@ class Sequence:
     def remaining(self) -> int:
         """Positions still to plan before the next token is sampled. Zero once all that may be sampled is in flight."""
         return min(self.length, self.last_position) - self.computed
+
+    @property
+    def waits(self) -> bool:
+        """Not to be stepped now: its client is behind, or its next mask depends on a token that is in flight."""
+        return self.held or (self.mask_source is not None and self.pending > 0)
 
     @property
     def last_position(self) -> int:

@@ -7,7 +7,8 @@
 from kernels.attention import AttentionBatch, Heads
 from kernels.backend import Backend, TorchBackend
 from kernels.linear import Linear
-from kernels.noise import gumbel, row_keys
+from kernels.noise import gumbel, ranks, reach, row_keys
+from kernels.top import block_maxima, first_argmax, largest, members, top_columns
 
 
 def select(*, deterministic: bool) -> Backend:
@@ -15,4 +16,20 @@ def select(*, deterministic: bool) -> Backend:
     return TorchBackend(deterministic=deterministic)
 
 
-__all__ = ["AttentionBatch", "Backend", "Heads", "Linear", "TorchBackend", "gumbel", "row_keys", "select"]
+__all__ = [
+    "AttentionBatch",
+    "Backend",
+    "Heads",
+    "Linear",
+    "TorchBackend",
+    "block_maxima",
+    "first_argmax",
+    "gumbel",
+    "largest",
+    "members",
+    "ranks",
+    "reach",
+    "row_keys",
+    "select",
+    "top_columns",
+]
