@@ -1,5 +1,6 @@
 """Fixtures for everything that needs Redis: real servers, a queue of one's own per test, and the check for leaks."""
 
+import signal
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,12 @@ from tests.worker.queue_bench import QueueBench
 
 PERMANENT = ("jobs:", "dead", "bell", "workers", "meta", "delayed")
 RELEASED = b"-released"
+
+
+def pytest_configure() -> None:
+    """What tests start hears Ctrl-C, also where a shell has told pytest to ignore it: `pytest &` in a script."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
