@@ -6,8 +6,8 @@
 
 The server, the workers' asyncio processes, tokenizer and scripts are the real ones, each worker with a process in place
 of its engine that emits tokens at a set rate, and clients in a process of their own. Sections: `latency` of 64 streams;
-256 of them `sustained`; the `start` of a job on an idle worker; `recovery` from a kill -9; `balance` among 1 to 8
-workers; fenced and exactly once against a `plain` XADD per token. Needs Linux (/proc).
+256 of them `sustained`; 64 beside `long` prompts; the `start` of a job on an idle worker; `recovery` from a kill -9;
+`balance` among 1 to 8 workers; fenced and exactly once against a `plain` XADD per token. Needs Linux (/proc).
 """
 
 import sys
@@ -29,13 +29,14 @@ from benchmarks.sections import chosen, conclude, measured
 SECTIONS = {
     "latency": "latency: a token's way from the engine to its client",
     "sustained": "sustained: many streams",
+    "long": "long: prompts of 2 MB are tokenised beside 64 streams",
     "start": "start: a job comes to an idle worker",
     "recovery": "recovery: the worker of a lone job is killed",
     "balance": "balance: workers share jobs",
     "plain": "plain: fenced and exactly once, against an XADD per token",
 }
 BUSY_LOAD = 0.5  # processes that wait for a processor, over the last minute
-QUICK_STREAMS = queue_streams.Sizes(few=4, many=8, window=0.3, settle=0.1)
+QUICK_STREAMS = queue_streams.Sizes(few=4, many=8, window=0.3, settle=0.1, long_bytes=20_000)
 QUICK_JOBS = queue_jobs.Sizes(starts=4, leases=(0.5,), jobs=40, crowds=(1, 2))
 
 
@@ -45,6 +46,7 @@ def measure(found: Bench, options: argparse.Namespace) -> dict[str, list[Figure]
     works: dict[str, Callable[[], list[Figure]]] = {
         "latency": streams.latency,
         "sustained": streams.sustained,
+        "long": streams.beside_long_prompts,
         "start": lambda: queue_jobs.start(found, jobs),
         "recovery": lambda: queue_jobs.recovery(found, jobs),
         "balance": lambda: queue_jobs.balance(found, jobs),
@@ -66,7 +68,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.queue", description="What a token waits, and costs.")
     parser.add_argument("--only", type=chosen(SECTIONS), default=list(SECTIONS), metavar=",".join(SECTIONS))
     parser.add_argument("--model", default="smollm2", help="whose tokenizer, as for gllm worker")
-    parser.add_argument("--rounds", type=int, default=3, help="of latency, sustained and plain")
+    parser.add_argument("--rounds", type=int, default=3, help="of latency, sustained, long and plain")
     parser.add_argument("--server", help="a redis-server or valkey-server; default: one that is installed")
     parser.add_argument("--quick", action="store_true", help="does it run at all; the numbers mean little")
     parser.add_argument("--json", metavar="FILE", help="write every figure here (- for standard output)")

@@ -23,13 +23,16 @@ FIRST_ID, IDS = 1000, 4000  # of the tokens that replies consist of: plain ones 
 
 
 class Plan(Struct, frozen=True):
-    """`rate`: tokens a second of each request; `rows`: requests at a time; `jobs` and `tokens`: shape of the stamps."""
+    """`rate`: tokens a second of each request; `rows`: requests at a time; `jobs` and `tokens`: shape of the stamps;
+    `limit`: tokens of a prompt and its reply.
+    """
 
     rate: float
     rows: int
     stamps: str
     jobs: int
     tokens: int
+    limit: int = 8192
 
     def open_stamps(self) -> Stamps:
         return Stamps(Path(self.stamps), self.jobs, self.tokens)
@@ -118,8 +121,8 @@ class StandIn:
     def _info(self) -> EngineInfo:
         return EngineInfo(
             model="stand-in", numerics="none", device="cpu", dtype="none", deterministic=True, vocab_size=49_152,
-            max_model_len=8192, block_size=16, kv_blocks=512 * self._plan.rows, max_sequences=self._plan.rows,
-            capacity_tokens=8192 * self._plan.rows, eos_token_ids=[],
+            max_model_len=self._plan.limit, block_size=16, kv_blocks=self._plan.limit // 16 * self._plan.rows,
+            max_sequences=self._plan.rows, capacity_tokens=self._plan.limit * self._plan.rows, eos_token_ids=[],
         )  # fmt: skip
 
     def _add(self, request: Request) -> None:

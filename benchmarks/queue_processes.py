@@ -47,8 +47,8 @@ class Bench:
         self._names += 1
         return f"bench{self._names}"
 
-    def plan(self, *, rate: float, rows: int, jobs: int, tokens: int) -> Plan:
-        return Plan(rate, rows, str(self.directory / f"{self.name()}.stamps"), jobs, tokens)
+    def plan(self, *, rate: float, rows: int, jobs: int, tokens: int, limit: int = 8192) -> Plan:
+        return Plan(rate, rows, str(self.directory / f"{self.name()}.stamps"), jobs, tokens, limit)
 
     def cost(self, pid: int, command: str) -> Cost:
         """`command` is the one that the writer sends."""

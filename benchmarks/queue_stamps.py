@@ -52,9 +52,12 @@ class Stamps:
         """Whether a client has this token of each of the first jobs."""
         return all(self.view[self.read(job, token)] for job in range(jobs))
 
-    def waits(self, first: float, last: float) -> Iterator[float]:
-        """Seconds from engine to client of every token that left between two moments. Raises where one is missing."""
-        for job in range(self.jobs):
+    def waits(self, first: float, last: float, jobs: int) -> Iterator[float]:
+        """Seconds from engine to client of every token of the first jobs that left between two moments.
+
+        Raises where one is missing.
+        """
+        for job in range(jobs):
             for token in range(self.tokens):
                 left, read = self.view[self.left(job, token)], self.view[self.read(job, token)]
                 if first <= left < last:

@@ -10,6 +10,7 @@ from msgspec import Struct
 from benchmarks.figure import Figure
 from benchmarks.queue_clients import Spec
 from benchmarks.queue_engine import job_id
+from benchmarks.queue_long import LIMIT, LongPrompts
 from benchmarks.queue_processes import Bench, Cost, Running, Worker, clients, wait_until
 from gllm.keys import Keys
 
@@ -28,6 +29,7 @@ class Sizes(Struct, frozen=True, kw_only=True):
     window: float = 4.0
     settle: float = 0.4
     rest: float = 1.2
+    long_bytes: int = 2_000_000
 
     @property
     def tokens(self) -> int:
@@ -57,9 +59,27 @@ class Streams:
         self._bench = bench
         self._sizes = sizes
         self._rounds = rounds
-        self._plan = bench.plan(rate=RATE, rows=sizes.many, jobs=sizes.many, tokens=sizes.tokens)
+        self._plan = bench.plan(rate=RATE, rows=sizes.many, jobs=sizes.many, tokens=sizes.tokens, limit=LIMIT)
         self._stamps = self._plan.open_stamps()
         self._queue = bench.name()
+
+    def beside_long_prompts(self) -> list[Figure]:
+        """`few` streams alone, and while one prompt of 2 MB after the other is tokenised in the same process."""
+        few, last = self._sizes.few, self._sizes.many - 1
+        prompts = LongPrompts(self._bench, Keys(self._queue), last, self._sizes.long_bytes)
+        with self._worker() as worker:
+            alone = self._repeat(lambda: self._ours(worker, few))
+            with prompts:
+                beside = self._repeat(lambda: self._ours(worker, few))
+        size = f"{self._sizes.long_bytes:,} bytes"
+        return [
+            Figure(f"from engine to client, {few} streams alone, 99 of 100", alone.p99, "ms"),
+            Figure(f"from engine to client, {few} streams alone, longest", alone.longest, "ms"),
+            Figure(f"from engine to client, {few} streams and long prompts, median", beside.p50, "ms"),
+            Figure(f"from engine to client, {few} streams and long prompts, 99 of 100", beside.p99, "ms", limit=20.0),
+            Figure(f"from engine to client, {few} streams and long prompts, longest", beside.longest, "ms"),
+            Figure(f"a prompt of {size}, from submission to its end, median", prompts.median(), "s"),
+        ]
 
     def latency(self) -> list[Figure]:
         """The mark of `few` streams."""
@@ -137,7 +157,7 @@ class Streams:
         time.sleep(self._sizes.window)
         after = self._bench.cost(writer, command)
         summary = readers.summary(START_SECONDS)
-        waits = sorted(self._stamps.waits(before.at, after.at))
+        waits = sorted(self._stamps.waits(before.at, after.at, streams))
         if not waits:
             raise RuntimeError("the machine is so busy that all replies had ended before anything was measured")
         entries = summary.tokens / summary.entries

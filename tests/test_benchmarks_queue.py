@@ -26,9 +26,10 @@ def quick(*options: str) -> dict[str, dict[str, dict]]:
 
 @needs_a_server
 def test_queue_benchmark_starts_jobs_and_compares_with_plain_writers() -> None:
-    found = quick("--only", "start,plain")
+    found = quick("--only", "long,start,plain")
 
-    assert list(found) == ["start", "plain"]
+    assert list(found) == ["long", "start", "plain"]
+    assert found["long"]["a prompt of 20,000 bytes, from submission to its end, median"]["value"] > 0
     start = found["start"]["from claim to start event, median"]
     assert start["limit"] == 5.0
     assert start["met"] == (0 < start["value"] <= 5.0)
