@@ -198,6 +198,7 @@ class Engine:
             device_name=device_name(runner.device),
             weight_bytes=runner.weight_bytes,
             kv_bytes=sum(layer.nbytes for layer in runner.cache),
+            kernels=runner.kernels,
         )
 
     # -- inside ---------------------------------------------------------------------------------------------------

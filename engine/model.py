@@ -8,7 +8,9 @@ from torch import Tensor
 from engine.modelconfig import ModelConfig
 from engine.rope import rope_tables
 from engine.weights import Loader
-from kernels import AttentionBatch, Backend, Linear
+from kernels import AttentionBatch, Backend, Embedding, Linear
+
+HEAD = "lm_head.weight"
 
 
 @dataclass(slots=True)
@@ -42,16 +44,16 @@ class Decoder:
     def __init__(self, config: ModelConfig, loader: Loader, backend: Backend, max_positions: int) -> None:
         self.config = config
         self._backend = backend
-        self._embedding = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._embed, tied_head = self._load_embedding(loader)
         self._layers = [load_layer(config, loader, backend, f"model.layers.{n}.") for n in range(config.layers)]
         self._norm = loader.tensor("model.norm.weight", config.hidden_size)
-        self._head = backend.prepare_linear(self._load_head(loader))
-        self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_positions, self._embedding.device)
+        self._head = tied_head or backend.prepare_linear(self._load_vocabulary(loader, HEAD))
+        self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_positions, self._norm.device)
         self._scale = config.head_dim**-0.5
 
     def forward(self, inputs: Inputs, cache: list[Tensor]) -> Tensor:
         """Hidden states [T, hidden] after the last layer, not yet normalised; writes the step's KV into `cache`."""
-        hidden = self._embedding[inputs.ids]
+        hidden = self._embed(inputs.ids)
         cos, sin = self._cos[inputs.positions], self._sin[inputs.positions]
         for layer, kv in zip(self._layers, cache, strict=True):
             hidden = hidden + self._attend(layer, hidden, kv, inputs, cos, sin)
@@ -82,13 +84,17 @@ class Decoder:
         normed = self._backend.rms_norm(hidden, layer.mlp_norm, self.config.norm_eps)
         return layer.down(self._backend.silu_mul(layer.gate_up(normed)))
 
-    def _load_head(self, loader: Loader) -> Tensor:
-        name = "lm_head.weight"
+    def _load_embedding(self, loader: Loader) -> tuple[Embedding, Linear | None]:
+        """The embedding and, where it is tied to it, the head."""
+        weight = self._load_vocabulary(loader, "model.embed_tokens.weight")
         if not self.config.tied:
-            return loader.tensor(name, self.config.vocab_size, self.config.hidden_size)
-        if loader.has(name):
-            loader.drop_tied(name, self._embedding)
-        return self._embedding
+            return lambda ids: weight[ids], None
+        if loader.has(HEAD):
+            loader.drop_tied(HEAD, weight)
+        return self._backend.prepare_tied(weight)
+
+    def _load_vocabulary(self, loader: Loader, name: str) -> Tensor:
+        return loader.tensor(name, self.config.vocab_size, self.config.hidden_size)
 
 
 def load_layer(config: ModelConfig, loader: Loader, backend: Backend, prefix: str) -> Layer:

@@ -20,9 +20,9 @@ from engine.plan import Plan, Sampled
 from engine.sampler import Drawn, Sampler
 from engine.sampling.logprobs import Scored, score_tokens
 from engine.weights import Loader, open_checkpoint
-from kernels import AttentionBatch, Heads, select
+from kernels import AttentionBatch, Backend, Heads, select
 
-KERNEL_VERSION = 2  # part of `numerics`: raise it with any change that may change a bit of a result
+KERNEL_VERSION = 3  # part of `numerics`: raise it with any change that may change a bit of a result
 LOGIT_ROWS = 64  # prompt positions per vocabulary product: bounds the memory of prompt_logprobs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,10 +52,10 @@ class Runner:
         if self.device.type == "cpu" and config.threads:
             torch.set_num_threads(config.threads)
         self.deterministic = self.device.type == "cpu" if config.deterministic == "auto" else config.deterministic
-        self._backend = select(deterministic=self.deterministic)
         with open_checkpoint(config.model) as (self.model_config, source, self.fingerprint), torch.inference_mode():
             self.dtype = DTYPES[self.model_config.dtype if config.dtype == "auto" else config.dtype]
             self.max_model_len = model_limit(self.model_config, config.max_model_len)
+            self._backend = self._select(config)
             loader = Loader(source, self.dtype, self.device)
             self.model = Decoder(self.model_config, loader, self._backend, self.max_model_len)
             loader.close()
@@ -65,6 +65,17 @@ class Runner:
         self.max_sequences = config.max_sequences
         self.kv_blocks = kv_blocks(config, self.model_config, self.dtype, self.device, self.max_model_len)
         self._make_rows()
+
+    def _select(self, config: EngineConfig) -> Backend:
+        return select(
+            kernels=config.kernels, deterministic=self.deterministic, device=self.device, dtype=self.dtype,
+            threads=config.threads, on_compile=self.on_compile,
+        )  # fmt: skip
+
+    @property
+    def kernels(self) -> str:
+        """Who computes, and why plain torch where faster kernels are missing."""
+        return self._backend.name
 
     @torch.inference_mode()
     def _make_rows(self) -> None:
@@ -87,6 +98,7 @@ class Runner:
         facts = (
             KERNEL_VERSION, self.fingerprint, str(self.dtype), self.device.type, processor(self.device),
             torch.__version__, torch.get_num_threads(), self.block_size, self.deterministic, self._seed,
+            self._backend.numerics,
         )  # fmt: skip
         return blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 

@@ -3,7 +3,7 @@
 import math
 from typing import get_args
 
-from engine.config import Device, Dtype, EngineConfig
+from engine.config import Device, Dtype, EngineConfig, Kernels
 from engine.request import MAX_LOGPROBS, MAX_SEED, Request, SamplingParams
 from engine.wire import EngineInfo
 
@@ -21,7 +21,12 @@ def validate_config(config: EngineConfig) -> None:
     for name in ("max_step_tokens", "kv_blocks", "kv_memory", "threads"):
         _check_whole(name, getattr(config, name), 1, None)
     _check_whole("seed", config.seed, 0, MAX_SEED, optional=False)
-    choices = {"device": get_args(Device), "dtype": get_args(Dtype), **dict.fromkeys(SWITCHES, ("auto", True, False))}
+    choices = {
+        "device": get_args(Device),
+        "dtype": get_args(Dtype),
+        "kernels": get_args(Kernels),
+        **dict.fromkeys(SWITCHES, ("auto", True, False)),
+    }
     for name, values in choices.items():
         if getattr(config, name) not in values:
             raise ValueError(f"{name}: one of {', '.join(map(str, values))} expected, got {getattr(config, name)!r}")

@@ -41,7 +41,8 @@ class Stop(Struct, frozen=True, tag=True):
 class EngineInfo(Struct, frozen=True, kw_only=True):
     """What the loaded engine is. `capacity_tokens` = usable KV blocks x block size.
 
-    `device_name` is the maker's name of the processor; `weight_bytes` and `kv_bytes` are what it holds on the device.
+    `device_name` is the maker's name of the processor; `weight_bytes` and `kv_bytes` are what it holds on the device;
+    `kernels` says who computes, and why plain torch where faster kernels are missing.
     """
 
     model: str
@@ -59,6 +60,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     device_name: str = ""
     weight_bytes: int = 0
     kv_bytes: int = 0
+    kernels: str = ""
 
 
 class Loading(Struct, frozen=True, tag=True):

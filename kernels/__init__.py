@@ -5,21 +5,18 @@
 """
 
 from kernels.attention import AttentionBatch, Heads
-from kernels.backend import Backend, TorchBackend
+from kernels.backend import Backend, Embedding, TorchBackend
 from kernels.linear import Linear
 from kernels.noise import gumbel, ranks, reach, row_keys
+from kernels.select import KernelsMissingError, select
 from kernels.top import block_maxima, first_argmax, largest, members, top_columns
-
-
-def select(*, deterministic: bool) -> Backend:
-    """The backend for plain torch, on any device. Deterministic: a row's result never depends on the other rows."""
-    return TorchBackend(deterministic=deterministic)
-
 
 __all__ = [
     "AttentionBatch",
     "Backend",
+    "Embedding",
     "Heads",
+    "KernelsMissingError",
     "Linear",
     "TorchBackend",
     "block_maxima",

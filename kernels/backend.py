@@ -1,5 +1,6 @@
 """The operations behind the door, and their plain-torch implementation for any device."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -10,11 +11,26 @@ from kernels.attention import AttentionBatch, paged_attention
 from kernels.linear import Linear, prepare_linear
 from kernels.reference import GELU_CUBIC, GELU_SCALE
 
+Embedding = Callable[[Tensor], Tensor]  # ids [T] -> [T, hidden]
+
 
 class Backend(Protocol):
-    """What a forward pass needs. The meaning of each operation stands in kernels/reference.py."""
+    """What a forward pass needs. The meaning of each operation stands in kernels/reference.py.
+
+    `name` tells people who computes; `numerics` is the part of it that decides the bits of a result.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def numerics(self) -> str: ...
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
+
+    def prepare_tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
+        """The embedding [vocabulary, hidden] and the head that is tied to it; they may share one copy of the weight."""
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
@@ -40,11 +56,18 @@ class Backend(Protocol):
 class TorchBackend:
     """Stock torch operations. With `deterministic`, a row's bits never depend on the other rows of the batch."""
 
-    def __init__(self, *, deterministic: bool) -> None:
-        self._deterministic = deterministic
+    def __init__(self, *, deterministic: bool, name: str = "torch") -> None:
+        self._deterministic, self.name = deterministic, name
+
+    @property
+    def numerics(self) -> str:
+        return "torch"
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return prepare_linear(weight, bias, deterministic=self._deterministic)
+
+    def prepare_tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
+        return lambda ids: weight[ids], self.prepare_linear(weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)

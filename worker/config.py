@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from engine.config import Device, Dtype, EngineConfig
+from engine.config import Device, Dtype, EngineConfig, Kernels
 from engine.request import MAX_SEED
 from gllm.keys import Keys
 
@@ -40,6 +40,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     max_step_tokens: int | None = None
     max_model_len: int | None = None
     threads: int | None = None
+    kernels: Kernels = "auto"
     seed: int = 0
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 9400
@@ -209,6 +210,11 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(name="max_model_len", read=integer(1), help="Lowers the model's own limit of tokens per job."),
     Option(name="threads", read=integer(1), help="CPU threads of the engine; default: the CPUs it may use."),
+    Option(
+        name="kernels",
+        read=choice("auto", "torch", "cpu"),
+        help="Who computes on a CPU: cpu (C++ kernels), torch, or auto: C++ where it can be had.",
+    ),
     Option(name="seed", read=integer(0, MAX_SEED), help="Enters the seed of jobs that give none."),
     Option(name="metrics_host", read=text, help="Address of /metrics, /livez and /readyz."),
     Option(name="metrics_port", read=integer(0, 65535), help="Port of /metrics, /livez and /readyz; 0: any free one."),

@@ -6,7 +6,7 @@ Everything the kernels do not check is checked here: dtypes, layouts, sizes.
 import torch
 from torch import Tensor
 
-from kernels.backend import TorchBackend
+from kernels.backend import Embedding, TorchBackend
 from kernels.cpu.library import Library
 from kernels.cpu.memory import Arena
 from kernels.linear import Linear
@@ -31,7 +31,8 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         assert x.dtype == self.dtype, (x.dtype, self.dtype)
-        assert x.dim() == 2 and x.shape[1] == self.inner, (x.shape, self.inner)
+        assert x.dim() == 2, x.shape
+        assert x.shape[1] == self.inner, (x.shape, self.inner)
         x = x if x.stride(1) == 1 else x.contiguous()
         y = torch.empty(x.shape[0], self.outputs, dtype=self.dtype)
         bias = self.bias.data_ptr() if self.bias is not None else None
@@ -56,15 +57,19 @@ class CpuBackend(TorchBackend):
     """bfloat16 and float32 on a CPU."""
 
     def __init__(self, library: Library, *, deterministic: bool, threads: int) -> None:
-        super().__init__(deterministic=deterministic)
-        self.library, self.numerics = library, f"cpu-{library.numerics}"
+        super().__init__(deterministic=deterministic, name=f"cpu-{library.level.name}")
+        self.library = library
         self._arena = Arena(library.advise_huge)
         library.set_threads(threads)
+
+    @property
+    def numerics(self) -> str:
+        return f"cpu-{self.library.numerics}"
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         return PackedLinear(self.library, self._arena, weight, bias)
 
-    def prepare_tied(self, weight: Tensor) -> tuple[Linear, Linear]:
+    def prepare_tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
         packed = PackedLinear(self.library, self._arena, weight, None)
         return packed.rows, packed
 

@@ -1,0 +1,50 @@
+"""Which implementation computes: the C++ kernels where they serve, plain torch everywhere else."""
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.backend import Backend, TorchBackend
+
+CPU_DTYPES = (torch.bfloat16, torch.float32)  # that there are C++ kernels for
+
+
+class KernelsMissingError(ValueError):
+    """Kernels were asked for that cannot be had here; the message says why."""
+
+
+def select(
+    *,
+    deterministic: bool,
+    kernels: str = "torch",
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    threads: int | None = None,
+    on_compile: Callable[[str], None] = lambda what: None,
+) -> Backend:
+    """The backend for `kernels`: "torch", "cpu" (or KernelsMissingError), or "auto", the fastest that there is.
+
+    Deterministic: a row's result never depends on the other rows. `threads` of the C++ kernels; None: the physical
+    cores of this process. `on_compile` is told before a compiler starts.
+    """
+    if kernels == "torch":
+        return TorchBackend(deterministic=deterministic)
+    if device is not None and device.type != "cpu":
+        return _plain(kernels, deterministic, f"they are for a CPU, not for {device}", expected=True)
+    if dtype not in CPU_DTYPES:
+        return _plain(kernels, deterministic, f"there are none for {str(dtype).removeprefix('torch.')}")
+    from kernels.cpu.backend import CpuBackend
+    from kernels.cpu.library import Missing, load
+    from kernels.cpu.threads import physical_cores
+
+    library = load(on_compile)
+    if isinstance(library, Missing):
+        return _plain(kernels, deterministic, library.reason)
+    return CpuBackend(library, deterministic=deterministic, threads=threads or physical_cores())
+
+
+def _plain(kernels: str, deterministic: bool, reason: str, *, expected: bool = False) -> TorchBackend:
+    """Plain torch in place of the C++ kernels; its name says why, unless nobody would expect them."""
+    if kernels == "cpu":
+        raise KernelsMissingError(f"kernels: 'cpu' was asked for, but {reason}")
+    return TorchBackend(deterministic=deterministic, name="torch" if expected else f"torch (no C++ kernels: {reason})")
