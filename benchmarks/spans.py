@@ -1,6 +1,6 @@
 """What the spans of one job cost the worker's event loop: microseconds a job, its producer's trace sampled or not.
 
-python -m benchmarks.traces
+python -m benchmarks.spans
 """
 
 import logging
