@@ -8,6 +8,7 @@ Ctrl-C cancels the job.
 
 import argparse
 import json
+import sys
 import time
 import uuid
 import zlib
@@ -121,7 +122,9 @@ class Producer:
 
     def wait(self, error: Exception) -> None:
         """Before the next try. Raises the error when Redis has been away for too long."""
-        self.away_since = self.away_since or time.monotonic()
+        if self.away_since is None:
+            self.away_since = time.monotonic()
+            print(f"Redis: {error}; trying on for {PATIENCE:g} s", file=sys.stderr)
         if time.monotonic() - self.away_since > PATIENCE:
             raise error
         time.sleep(0.2)
@@ -147,4 +150,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (redis.RedisError, RuntimeError) as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,6 +1,7 @@
 """examples/producer.py: a producer without our client, run as people run it, against real workers and servers."""
 
 import asyncio
+import re
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -107,6 +108,21 @@ async def test_python_example_says_what_went_wrong(
         await asyncio.to_thread(read, "short", prompt="hello", max_tokens=2)
     await asyncio.to_thread(producer.cancel, "short")
     assert await redis.exists(keys.cancel("short")) == 0
+
+
+async def test_python_example_ends_with_one_line(crew: ServiceBench, keys: Keys, redis_url: str) -> None:
+    await crew.start()
+    refused = await produce(redis_url, keys.queue, tokens=-1)
+    waiting = await produce("redis://127.0.0.1:1/0", keys.queue)
+    assert waiting.stderr is not None
+    assert re.match(rb"Redis: .*127.0.0.1:1.*; trying on for 60 s\n", await waiting.stderr.readline())
+    waiting.send_signal(signal.SIGINT)
+    async with asyncio.timeout(30):
+        _, refusal = await refused.communicate()
+        rest = await waiting.communicate()
+    assert (refused.returncode, refusal.count(b"\n")) == (1, 1)
+    assert refusal.startswith(b"invalid: max_tokens: ")
+    assert (waiting.returncode, rest) == (130, (b"", b""))
 
 
 def tokens(first: int, at: int, ids: list[int], text: str) -> dict[str, Any]:
