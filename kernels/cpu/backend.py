@@ -20,14 +20,14 @@ class PackedLinear:
 
     def __init__(self, library: Library, arena: Arena, weight: Tensor, bias: Tensor | None) -> None:
         self.outputs, self.inner = weight.shape
-        self.dtype, self._half = weight.dtype, int(weight.dtype == torch.bfloat16)
-        self._library = library
+        self.dtype, self.half = weight.dtype, int(weight.dtype == torch.bfloat16)
+        self.library = library
         assert weight.is_contiguous()
         assert bias is None or (bias.dtype == self.dtype and bias.shape == (self.outputs,))
         self.bias = bias.contiguous() if bias is not None else None
         panels, units = -(-self.outputs // COLUMNS), -(-self.inner // PER_UNIT[weight.dtype])
         self.packed = arena.take(panels * units * COLUMNS)
-        library.pack(self._half, weight.data_ptr(), self.outputs, self.inner, self.packed.data_ptr())
+        library.pack(self.half, weight.data_ptr(), self.outputs, self.inner, self.packed.data_ptr())
 
     def __call__(self, x: Tensor) -> Tensor:
         assert x.dtype == self.dtype, (x.dtype, self.dtype)
@@ -36,8 +36,8 @@ class PackedLinear:
         x = x if x.stride(1) == 1 else x.contiguous()
         y = torch.empty(x.shape[0], self.outputs, dtype=self.dtype)
         bias = self.bias.data_ptr() if self.bias is not None else None
-        self._library.linear(
-            self._half, x.data_ptr(), x.stride(0), len(x), self.packed.data_ptr(), self.inner, self.outputs,
+        self.library.linear(
+            self.half, x.data_ptr(), x.stride(0), len(x), self.packed.data_ptr(), self.inner, self.outputs,
             bias, None, y.data_ptr(), self.outputs,
         )  # fmt: skip
         return y
@@ -47,8 +47,8 @@ class PackedLinear:
         assert ids.dtype == torch.int64
         assert not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < self.outputs, "token id out of range"
         ids, found = ids.contiguous(), torch.empty(len(ids), self.inner, dtype=self.dtype)
-        self._library.unpack_rows(
-            self._half, self.packed.data_ptr(), self.inner, ids.data_ptr(), len(ids), found.data_ptr()
+        self.library.unpack_rows(
+            self.half, self.packed.data_ptr(), self.inner, ids.data_ptr(), len(ids), found.data_ptr()
         )
         return found
 

@@ -1,0 +1,81 @@
+"""Run in a child process under AddressSanitizer: `python sanitized.py LIBRARY`. No torch, no import of ours.
+
+Every buffer has exactly the bytes that the kernel may touch, so that the first one beside it ends the process.
+"""
+
+import ctypes
+import itertools
+import sys
+
+I32, I64, F32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+COLUMNS = 32
+
+
+def buffer(count: int, half: int, value: int = 0) -> ctypes.Array:
+    """`count` numbers, 1.0 or 0.0, as bfloat16 or float32 in memory of exactly that size."""
+    kind, one = (ctypes.c_uint16, 0x3F80) if half else (ctypes.c_uint32, 0x3F800000)
+    return (kind * count)(*[one * value] * count)
+
+
+def integers(values: list[int]) -> ctypes.Array:
+    return (I64 * len(values))(*values)
+
+
+def linear(library: ctypes.CDLL, half: int) -> None:
+    """Sums of ones: each output is `inner`, plus bias and residual."""
+    for inner, outputs, rows in itertools.product((1, 5, 66, 300), (1, 31, 33, 70), (1, 3, 15, 29, 260)):
+        if inner > 66 and rows > 29:
+            continue
+        units = -(-inner // (1 + half))
+        packed = (ctypes.c_uint32 * (-(-outputs // COLUMNS) * units * COLUMNS))()
+        library.gllm_pack(I32(half), buffer(outputs * inner, half, 1), I64(outputs), I64(inner), packed)
+        x, y, one = buffer(rows * inner, half, 1), buffer(rows * outputs, half, 1), buffer(outputs, half, 1)
+        library.gllm_linear(
+            I32(half), x, I64(inner), I64(rows), packed, I64(inner), I64(outputs), one, y, y, I64(outputs)
+        )
+        assert len(set(y)) == 1, (inner, outputs, rows)
+        ids, found = integers([0, outputs - 1]), buffer(2 * inner, half)
+        library.gllm_unpack_rows(I32(half), packed, I64(inner), ids, I64(2), found)
+        assert list(found) == list(buffer(2 * inner, half, 1))
+
+
+def rows_of_heads(library: ctypes.CDLL, half: int) -> None:
+    for width, heads, tokens in itertools.product((2, 34, 80), (1, 3), (1, 5)):
+        stride, size = (heads + 1) * width, tokens * heads * width
+        x = buffer((tokens - 1) * stride + heads * width, half, 1)
+        shape = [I64(tokens), I64(stride), I64(heads), I64(width)]
+        y = buffer(size, half)
+        library.gllm_rms_norm(I32(half), x, *shape, buffer(width, half, 1), F32(1e-6), y)
+        assert len(set(y)) == 1
+        angles = buffer(tokens * width, 0, 1)
+        library.gllm_rope(I32(half), x, *shape, angles, angles, y)
+        assert len(set(y)) == 1
+
+
+def gates(library: ctypes.CDLL, half: int) -> None:
+    for width, rows, kind in itertools.product((1, 33, 100), (1, 7), (0, 1)):
+        y = buffer(rows * width, half)
+        library.gllm_gate(I32(half), I32(kind), buffer(2 * rows * width, half, 1), I64(rows), I64(width), y)
+        assert len(set(y)) == 1
+
+
+def cache(library: ctypes.CDLL, half: int) -> None:
+    pool, heads, size, width = 3, 2, 4, 10
+    kv = buffer(2 * pool * heads * size * width, half)
+    places = integers([2, 0]), integers([3, 0])
+    values = buffer(2 * 2 * heads * width, half, 1)
+    library.gllm_store_kv(I32(half), kv, values, I64(2), *places, integers([pool, heads, size, width]))
+    assert sum(1 for value in kv if value) == 2 * 2 * heads * width
+
+
+def main(path: str) -> None:
+    library = ctypes.CDLL(path)
+    for threads in (1, 3):
+        library.gllm_set_threads(I32(threads))
+        for case, half in itertools.product((linear, rows_of_heads, gates, cache), (0, 1)):
+            case(library, half)
+    print("clean")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,38 @@
+"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, on small shapes with buffers of the exact size."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu import build, levels
+
+SCRIPT = Path(__file__).with_name("sanitized.py")
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1")
+
+
+def runtimes(compiler: str) -> str:
+    """The sanitizers' libraries, to be loaded before all others."""
+    paths = [
+        subprocess.run(
+            [compiler, f"-print-file-name={name}"], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    if not all(Path(path).is_absolute() for path in paths):
+        pytest.skip(f"{compiler} brings no sanitizers")
+    return " ".join(paths)
+
+
+def test_kernels_are_clean_under_address_and_undefined_behavior_sanitizers(a_compiler, tmp_path):
+    environment = os.environ | {
+        "LD_PRELOAD": runtimes(a_compiler),
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+        "PYTHONMALLOC": "malloc",  # else small buffers share Python's pools, and what lies beside one is unguarded
+    }
+    library = build.compile_level(levels.usable()[0], tmp_path, SANITIZE)
+    command = [sys.executable, "-I", str(SCRIPT), str(library)]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=110)
+    assert (done.returncode, done.stdout) == (0, "clean\n"), done.stderr
