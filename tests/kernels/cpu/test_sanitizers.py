@@ -33,6 +33,6 @@ def test_kernels_are_clean_under_address_and_undefined_behavior_sanitizers(a_com
         "PYTHONMALLOC": "malloc",  # else small buffers share Python's pools, and what lies beside one is unguarded
     }
     library = build.compile_level(levels.usable()[0], tmp_path, SANITIZE)
-    command = [sys.executable, "-I", str(SCRIPT), str(library)]
+    command = [sys.executable, "-P", str(SCRIPT), str(library)]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=110)
     assert (done.returncode, done.stdout) == (0, "clean\n"), done.stderr
