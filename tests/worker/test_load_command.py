@@ -85,7 +85,7 @@ async def test_bench_cancels_its_jobs_on_ctrl_c_and_prints_what_there_is(
         out, errors = await asyncio.to_thread(process.communicate, timeout=20)
     finally:
         process.kill()
-    assert (process.returncode, errors) == (130, b"")
+    assert (process.returncode, errors) == (130, b"cancelling 2 jobs; Ctrl-C again leaves at once\n")
     assert re.search(r"ends +2 cancelled", out.decode())
     assert await crew.bench.pending() == 0
 

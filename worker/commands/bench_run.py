@@ -70,7 +70,12 @@ async def _run(load: Load, jobs: int | None) -> None:
     loop, progress = asyncio.get_running_loop(), Progress(load, jobs)
 
     def interrupt() -> None:
-        (load.hurry if load.stop.is_set() else load.stop).set()
+        if load.stop.is_set():
+            load.hurry.set()
+        else:
+            load.stop.set()
+            progress.clear()
+            click.echo(f"cancelling {counted(load.open, 'job')}; Ctrl-C again leaves at once", err=True)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupt)
