@@ -196,6 +196,11 @@ class TestSandbox:
         with pytest.raises(ChatFailed, match="the chat template failed: TypeError: can only concatenate"):
             render("{{ 'a' + messages[0].content }}", [user(7)])
 
+    @pytest.mark.parametrize("source", ["namespace(_x=1)", "namespace({'__html__': 1})"])
+    def test_a_namespace_keeps_nothing_under_pythons_names(self, source: str) -> None:
+        with pytest.raises(ChatFailed, match="the chat template failed: a namespace with the name '_"):
+            render("{% set ns = SOURCE %}".replace("SOURCE", source))
+
     def test_a_template_that_is_no_jinja_is_refused_with_its_line(self) -> None:
         with pytest.raises(ModelError, match="chat_template: line 2: "):
             ChatTemplate("ok\n{% if %}", RENDERER)

@@ -136,6 +136,19 @@ def test_a_process_that_is_killed_under_a_job_says_so() -> None:
     renderer.close()
 
 
+def test_a_process_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.renderer.PATIENCE_SECONDS", 0.2)
+    renderer = Renderer()
+    renderer.start()
+    (child,) = renderer._idle
+    child._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(TemplateFailed, match="was not done after 0.2 seconds"):
+        render(renderer, "ok")
+    assert renderer._idle == []
+    assert child._process.returncode == -signal.SIGKILL
+    renderer.close()
+
+
 def test_a_process_without_its_parent_ends_by_itself() -> None:
     renderer = Renderer()
     render(renderer, "ok")

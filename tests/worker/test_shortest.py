@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+import tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from gllm.protocol import Job
 from gllm.validate import job_from
@@ -44,6 +45,17 @@ def test_the_demo_model_drops_bytes_that_it_has_not() -> None:
     assert tokenizer.fewest("\x04" * 1000) == 0
     for text in texts(random.Random(1)):
         assert tokenizer.fewest(text) <= len(tokenizer.encode(text))
+
+
+def test_composed_characters_count_for_all_that_they_are_made_of() -> None:
+    composed, parts = "\u1f82" * 20, "\u03b1\u0313\u0300\u0345" * 20
+    vocabulary = [f"<0x{byte:02X}>" for byte in range(256)] + [composed]
+    model = models.BPE({content: i for i, content in enumerate(vocabulary)}, [], byte_fallback=True, ignore_merges=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.NFC()
+    tokenizer = fixtures.loaded(backend)
+    assert tokenizer.encode(parts) == [256]
+    assert (tokenizer.fewest(parts), tokenizer.fewest(parts * 2)) == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["unigram-first", "wordpiece"])

@@ -17,7 +17,9 @@ STOP_ID = 3  # the byte 0, which no text here has
 
 @pytest.fixture(scope="module")
 def words() -> Tokenizer:
-    return fixtures.loaded(fixtures.byte_level_backend(["ab", "abab", "é漢", "漢a", " stop", "STOP", "e\u0301", "\ufffd"]))
+    return fixtures.loaded(
+        fixtures.byte_level_backend(["ab", "abab", "é漢", "漢a", " stop", "STOP", "e\u0301", "\ufffd"])
+    )
 
 
 def bytes_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -50,6 +52,15 @@ def test_the_earliest_end_wins(words: Tokenizer, pieces: list[str], stops: list[
             assert (found.text, found.tail(), found.ending) == (text, "", Ending("stop", stop))
             shown = reply(words, ids, stops=given, include_stop=True)
             assert (shown.text, shown.tail(), shown.ending) == (text + stop, "", Ending("stop", stop))
+
+
+def test_a_stop_of_control_tokens_too_is_cut_where_it_is_the_longer(words: Tokenizer) -> None:
+    ids = [*ids_of(words, "a", "ab"), END, *ids_of(words, "STOP")]
+    for stops in (["STOP", "b<|im_end|>STOP"], ["b<|im_end|>STOP", "STOP"]):
+        found = reply(words, ids, stops=stops)
+        assert (found.text, found.ending) == ("aa", Ending("stop", "b<|im_end|>STOP"))
+    found = reply(words, ids, stops=["bSTOP", "<|im_end|>STOP"])
+    assert (found.text, found.ending) == ("aa", Ending("stop", "bSTOP"))
 
 
 def test_a_broken_character_can_be_part_of_a_stop(words: Tokenizer) -> None:
