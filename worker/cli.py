@@ -59,7 +59,7 @@ def worker_command(print_config: bool, **flags: Any) -> None:
     sys.exit(run(result.settings))
 
 
-@main.command("demo")
+@main.command("demo", short_help="Eight chats at once on a small real model.")
 @setting_options("model", "device", "dtype")
 @click.option(
     "--redis", "redis_url", help="A Redis to use; default: an embedded one.  [env: GLLM_REDIS, GLLM_REDIS_URL]"

@@ -52,6 +52,12 @@ def entry_of(server: redis_sync.Redis, keys: Keys, priority: str = "normal") -> 
     return {name.decode(): value.decode() for name, value in fields.items()}
 
 
+def test_help_says_what_each_command_does_on_a_narrow_terminal() -> None:
+    usage, *lines = gllm("--help", env={"COLUMNS": "80"}).stdout.splitlines()
+    assert usage.startswith("Usage: ")
+    assert [line for line in lines if line.endswith("...")] == []
+
+
 # --- submit ---
 
 

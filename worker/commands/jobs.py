@@ -89,7 +89,7 @@ def _field(text: str) -> tuple[str, Any]:
         raise click.UsageError(f"--set: NAME=JSON expected, got {text!r}") from None
 
 
-@click.command("tail")
+@click.command("tail", short_help="Stream the reply of a job that was submitted before.")
 @click.argument("job_id", metavar="ID")
 @setting_options("redis", "queue")
 @click.option("--from", "last_id", default="0-0", help="Go on behind this entry of the reply; default: its beginning.")

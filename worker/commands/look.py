@@ -36,7 +36,7 @@ QUEUE_COLUMNS = (
 )
 
 
-@click.command("ps")
+@click.command("ps", short_help="Jobs that run and wait, and the workers.")
 @setting_options("redis", "queue")
 @click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Most jobs to show.")
 @reading_options
@@ -90,7 +90,7 @@ def _worker_row(worker: "WorkerRow") -> list[str | Cell]:
     ]
 
 
-@click.command("queue")
+@click.command("queue", short_help="How many jobs wait and run, per priority.")
 @setting_options("redis", "queue")
 @reading_options
 def queue_command(redis: str | None, queue: str | None, as_json: bool, watch: float | None) -> None:

@@ -24,7 +24,7 @@ OUR_VERSION = ("v", "1")  # goes without saying
 EVENT_COLUMNS = (Column("ENTRY"), Column("EVENT"), Column("WHAT", shrinks=True))
 
 
-@click.command("show")
+@click.command("show", short_help="Everything about one job.")
 @click.argument("job_id", metavar="ID")
 @setting_options("redis", "queue")
 @click.option("--text", "text", is_flag=True, help="Only the reply's text, as far as it is written.")
@@ -139,6 +139,10 @@ def _record(record: "Record") -> str:
     return ", ".join(told) + _kept(record.life_ms)
 
 
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count:,} entries"
+
+
 def _kept(life_ms: int | None) -> str:
     return "" if life_ms is None else f"; kept for {duration(life_ms)}"
 
@@ -148,7 +152,7 @@ def _reply(reply: "ReplyView | None") -> list[Pair]:
         return [("reply", "none")]
     count = f"{counted(reply.tokens, 'token')}, {counted(reply.characters, 'character')}"
     return [
-        ("reply", f"{count} in {reply.entries:,} entries{_kept(reply.life_ms)}"),
+        ("reply", f"{count} in {_entries(reply.entries)}{_kept(reply.life_ms)}"),
         *((mark.__struct_config__.tag, _mark(mark)) for mark in reply.marks),  # type: ignore[misc]
         ("end", Cell(_told(reply.end)[1], "green" if _told(reply.end)[0] == "done" else "red") if reply.end else None),
         ("problem", Cell(reply.problem, "red") if reply.problem else None),
