@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
-from gguf.quants import dequantize
+from gguf import GGMLQuantizationType
 
 from engine.errors import ModelError
 from engine.gguf import GgufSource
@@ -22,7 +21,6 @@ SHAPES = {
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
 LEGACY = ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
-K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 
 
 @pytest.fixture(scope="module")
@@ -83,26 +81,6 @@ def test_quantised_tensors_are_read_as_the_gguf_package_reads_them(tmp_path, mak
             assert torch.allclose(found, parameter, atol=0.1 if kind.startswith("Q4") else 0.06)
             parameter.copy_(found)
     assert_equals(make_engine(model=str(path)), model)
-
-
-@pytest.mark.parametrize("kind", K_QUANTS)
-def test_k_quants_are_read_as_the_gguf_package_reads_them(tmp_path, llama_model, kind):
-    """The package cannot write K-quants, so the blocks are random bytes."""
-    quantised = GGMLQuantizationType[kind]
-    block, size = GGML_QUANT_SIZES[quantised]
-    raw = np.random.default_rng(0).integers(0, 60, (5, 512 // block * size), dtype=np.uint8)
-    writer = GGUFWriter(tmp_path / "k.gguf", "llama")
-    for key, value in settings_of(llama_model).items():
-        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
-    writer.add_tensor("token_embd.weight", np.zeros((160, 32), np.float32))
-    writer.add_tensor("extra.weight", raw, raw_dtype=quantised)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    found = GgufSource(tmp_path / "k.gguf").read("extra.weight")
-    assert found.shape == (5, 512)
-    assert np.array_equal(found.numpy(), dequantize(raw, quantised), equal_nan=True)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
