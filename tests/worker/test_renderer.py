@@ -142,7 +142,7 @@ def test_a_process_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPa
     renderer.start()
     (child,) = renderer._idle
     child._process.send_signal(signal.SIGSTOP)
-    with pytest.raises(TemplateFailed, match="was not done after 0.2 seconds"):
+    with pytest.raises(TemplateFailed, match=r"was not done after 0\.2 seconds"):
         render(renderer, "ok")
     assert renderer._idle == []
     assert child._process.returncode == -signal.SIGKILL
