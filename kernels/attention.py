@@ -46,6 +46,12 @@ class AttentionBatch:
     def longest(self) -> int:
         return max(self.lengths)
 
+    @cached_property
+    def spans(self) -> tuple[Tensor, Tensor]:
+        """Query lengths and lengths [S], int32 in the host's memory, for kernels that take the batch as it is."""
+        counts, lengths = torch.tensor([self.query_lengths, self.lengths], dtype=torch.int32)
+        return counts, lengths
+
     def parts(self, window: int | None) -> "list[_Decodes | _Chunk]":
         """The batch cut into its decodes and its chunks, laid out for a window (None: all that came before)."""
         reach = self.longest if window is None else min(window, self.longest)

@@ -6,7 +6,9 @@ Everything the kernels do not check is checked here: dtypes, layouts, sizes.
 import torch
 from torch import Tensor
 
+from kernels.attention import AttentionBatch
 from kernels.backend import Embedding, TorchBackend
+from kernels.cpu.attention import paged_attention
 from kernels.cpu.library import Library
 from kernels.cpu.memory import Arena
 from kernels.linear import Linear
@@ -74,7 +76,8 @@ class CpuBackend(TorchBackend):
         return packed.rows, packed
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        assert weight.dtype == x.dtype
+        if weight.dtype != x.dtype:  # 1 + weight of a Gemma, kept in float32
+            return self.rms_norm(x.float(), weight.float(), eps).to(x.dtype)
         assert weight.shape == x.shape[-1:]
         assert weight.is_contiguous()
         x, (tokens, stride, heads, width) = _heads(x)
@@ -120,6 +123,17 @@ class CpuBackend(TorchBackend):
             _half(kv), kv.data_ptr(), new.data_ptr(), len(blocks), blocks.data_ptr(), offsets.data_ptr(),
             shape.data_ptr(),
         )  # fmt: skip
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        return paged_attention(self.library, q, kv, batch, scale, window, softcap)
 
 
 def _half(x: Tensor) -> int:
