@@ -76,9 +76,9 @@ def _compare(path: Path, expected: set[str], held: set[str]) -> None:
 
 
 def _open_shard(path: Path) -> Any:
-    if path.exists() and not path.is_file():
-        raise ModelError(f"{path}: not a complete safetensors file: it is no file")  # a pipe would be waited for
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no file")  # a pipe would be waited for
         return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file, although the index names it") from None
