@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -75,10 +76,8 @@ class Tokenizer:
         `add_special` adds what the tokenizer puts around a text. Raises PromptError for text that is no Unicode.
         """
         (ids,) = _encode(self._backend if parse_special else self._plain, [text], add_special)
-        if add_special and self._bos_id is not None:
-            while ids[:2] == [self._bos_id, self._bos_id]:
-                del ids[0]
-        return ids
+        begins = sum(1 for _ in takewhile(self._bos_id.__eq__, ids)) if add_special and self._bos_id is not None else 0
+        return ids[max(begins - 1, 0) :]
 
     def fewest(self, text: str) -> int:
         """How many tokens a text has at least, quickly; 0 where only its encoding would tell. Raises PromptError."""

@@ -1,6 +1,7 @@
 """Streams of every style of tokenizer equal the library's decoding of the whole, character for character."""
 
 import random
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -89,6 +90,25 @@ def test_texts_of_a_style_come_back_as_the_library_brings_them(name: str) -> Non
         assert ids == backend.encode(line).ids
         check(tokenizer, backend, [], ids)
         check(tokenizer, backend, ids[: len(ids) // 2], ids[len(ids) // 2 :])
+
+
+HARD = ["a", " ", "\n", "7", "!", "a1! \n", "aB", "😀", "\u0301", "\u00a0", "<", "<|", " \r", "'s", "漢a"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STYLES)
+def test_hard_texts_of_a_style_cost_their_length(name: str) -> None:
+    """One word without an end, runs of spaces: four times the text, and far from sixteen times the time."""
+    tokenizer = fixtures.loaded(style(name))
+
+    def seconds(text: str) -> float:
+        began = time.process_time()
+        tokenizer.encode(text)
+        return time.process_time() - began
+
+    for part in HARD:
+        short, long = (seconds(part * (size // len(part)) + "x") for size in (50_000, 200_000))
+        assert long < 10 * max(short, 0.02), part
 
 
 def test_streams_of_the_demo_model_equal_the_library() -> None:

@@ -53,6 +53,13 @@ def test_there_is_exactly_one_beginning_of_sequence() -> None:
     assert tokenizer.encode("ab<s>").count(1) == 2, "only the beginning is ours to judge"
 
 
+def test_a_text_of_nothing_but_beginnings_costs_its_length() -> None:
+    tokenizer = fixtures.loaded(fixtures.llama_backend(), bos_token="<s>")
+    began = time.process_time()
+    assert tokenizer.encode("<s>" * 600_000) == [1]
+    assert time.process_time() - began < 5, "taken off one by one they would cost twice that"
+
+
 def test_a_tokenizer_that_adds_no_beginning_keeps_those_of_the_text() -> None:
     tokenizer = fixtures.loaded(fixtures.byte_level_backend(), bos_token="<|endoftext|>")
     assert tokenizer.encode("<|endoftext|><|endoftext|>a").count(0) == 2
