@@ -196,6 +196,11 @@ class TestSandbox:
         with pytest.raises(ChatFailed, match="the chat template failed: TypeError: can only concatenate"):
             render("{{ 'a' + messages[0].content }}", [user(7)])
 
+    def test_a_template_that_draws_lots_is_refused(self) -> None:
+        """Another worker that takes the job over would read another prompt."""
+        with pytest.raises(ModelError, match="chat_template: line 1: No filter named 'random'"):
+            ChatTemplate("{{ messages | random }}", RENDERER)
+
     @pytest.mark.parametrize("source", ["namespace(_x=1)", "namespace({'__html__': 1})"])
     def test_a_namespace_keeps_nothing_under_pythons_names(self, source: str) -> None:
         with pytest.raises(ChatFailed, match="the chat template failed: a namespace with the name '_"):
