@@ -23,11 +23,13 @@ class Batch:
     last_tokens: Tensor  # rows of the step's tokens whose logits are needed
     new_positions: Tensor  # positions of the tokens to be sampled
     scoring: list[int]  # entries whose prompt_logprobs are asked for
-    silent: list[int]  # entries that do not sample
-    silent_ends: Tensor  # their last rows of the step's tokens
+    checked: Tensor  # rows of the step's tokens whose hidden states must be finite
+    owners: Tensor  # and the entry of each
 
 
-def build_batch(plan: Plan, tables: Tensor, last_token: Tensor, block_size: int, heads: Heads) -> Batch:
+def build_batch(
+    plan: Plan, tables: Tensor, last_token: Tensor, block_size: int, heads: Heads, *, windowed: bool
+) -> Batch:
     """Lay out the entries longest first, so that decodes are in the order in which attention wants them."""
     order = sorted(range(len(plan.entries)), key=lambda index: -(plan.entries[index].start + plan.entries[index].count))
     entries = [plan.entries[index] for index in order]
@@ -41,12 +43,15 @@ def build_batch(plan: Plan, tables: Tensor, last_token: Tensor, block_size: int,
     inputs = Inputs(
         ids=_token_ids(entries, firsts, last_token),
         positions=positions,
+        rows=token_rows,
         blocks=tables[token_rows, positions // block_size],
         offsets=positions % block_size,
         attention=AttentionBatch(counts, [e.start + e.count for e in entries], tables[rows], block_size, heads),
     )
     sampling = [slot for slot, entry in enumerate(entries) if entry.samples]
-    silent = [slot for slot, entry in enumerate(entries) if not entry.samples]
+    checked = [
+        (token, order[slot]) for slot in range(len(entries)) for token in _checked(entries, firsts, slot, windowed)
+    ]
     return Batch(
         plan=plan,
         inputs=inputs,
@@ -58,9 +63,21 @@ def build_batch(plan: Plan, tables: Tensor, last_token: Tensor, block_size: int,
             [entries[slot].start + entries[slot].count for slot in sampling], dtype=torch.int64, device=device
         ),
         scoring=[order[slot] for slot, entry in enumerate(entries) if _scores(entry)],
-        silent=[order[slot] for slot in silent],
-        silent_ends=torch.tensor([firsts[slot + 1] - 1 for slot in silent], dtype=torch.int64, device=device),
+        checked=torch.tensor([token for token, _ in checked], dtype=torch.int64, device=device),
+        owners=torch.tensor([index for _, index in checked], dtype=torch.int64, device=device),
     )
+
+
+def _checked(entries: list[Entry], firsts: list[int], slot: int, windowed: bool) -> range:
+    """The tokens of an entry that show whether its KV can be trusted.
+
+    Attention carries a NaN to every later position, so the last one shows it, and where the entry samples, its logits
+    do. Past a window nothing is carried: there each position answers for itself.
+    """
+    end = firsts[slot + 1]
+    if windowed:
+        return range(firsts[slot], end)
+    return range(end, end) if entries[slot].samples else range(end - 1, end)
 
 
 def _positions(entries: list[Entry], firsts: list[int], rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from engine.runner import Handle, Runner, device_name
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.timing import StepTimes
-from engine.validate import validate_config, validate_request
+from engine.validate import longest_length, validate_config, validate_request
 from engine.wire import EngineInfo
 
 
@@ -59,12 +59,14 @@ class Engine:
         if request.id in self._sequences:
             raise ValueError(f"id: {request.id!r} is already running")
         limit = validate_request(request, self.info)
+        longest = longest_length(request, self.info)
         sequence = Sequence(
             request,
             limit=limit,
             end_ids=self._end_ids(request),
-            namespace=self._namespace(request),
+            namespace=self._namespace(request, longest),
             engine_seed=self.config.seed,
+            longest=longest,
         )
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
@@ -207,7 +209,7 @@ class Engine:
         own = frozenset(request.sampling.stop_token_ids)
         return own if request.sampling.ignore_eos else own | self.eos_token_ids
 
-    def _namespace(self, request: Request) -> Namespace:
+    def _namespace(self, request: Request, longest: int) -> Namespace:
         """Everything that must not be shared: the root of a request's prefix chain."""
         tenant = None if self.config.share_across_tenants else request.tenant
         return (
@@ -215,4 +217,5 @@ class Engine:
             ("adapter", request.adapter),
             ("tenant", tenant),
             ("salt", request.cache_salt),
+            *(("rope", rope.regime(longest)) for rope in self.runner.model_config.ropes if rope.depends_on_length),
         )

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.layers import Layer, load_layer
 from engine.modelconfig import ModelConfig
-from engine.rope import rope_tables
+from engine.rope import Rotation, Turn
 from engine.weights import Loader
 from kernels import AttentionBatch, Backend, Embedding, Linear
 
@@ -14,75 +15,96 @@ HEAD = "lm_head.weight"
 
 
 @dataclass(slots=True)
-class Layer:
-    """The parameters of one layer; q, k and v, and gate and up, are stacked so that each is one product."""
-
-    input_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
-
-
-@dataclass(slots=True)
 class Inputs:
-    """One step's tokens on the device. Token t sits at positions[t]; its KV goes to (blocks[t], offsets[t])."""
+    """One step's tokens on the device. Token t sits at positions[t]; its KV goes to (blocks[t], offsets[t]).
+
+    `rows[t]` is the row of its sequence.
+    """
 
     ids: Tensor
     positions: Tensor
+    rows: Tensor
     blocks: Tensor
     offsets: Tensor
     attention: AttentionBatch
 
 
 class Decoder:
-    """A decoder-only transformer over a paged KV cache. Holds parameters, no state."""
+    """A decoder-only transformer over a paged KV cache. Holds parameters, and what a row's rope depends on."""
 
-    def __init__(self, config: ModelConfig, loader: Loader, backend: Backend, max_positions: int) -> None:
+    def __init__(
+        self, config: ModelConfig, loader: Loader, backend: Backend, max_positions: int, max_rows: int
+    ) -> None:
         self.config = config
         self._backend = backend
         self._embed, tied_head = self._load_embedding(loader)
-        self._layers = [load_layer(config, loader, backend, f"model.layers.{n}.") for n in range(config.layers)]
-        self._norm = loader.tensor("model.norm.weight", config.hidden_size)
+        self._layers = [load_layer(config, loader, backend, number) for number in range(config.layers)]
+        norm = loader.tensor("model.norm.weight", config.hidden_size)
+        self._norm = norm.float() + 1 if config.unit_offset else norm
         self._head = tied_head or backend.prepare_linear(self._load_vocabulary(loader, HEAD))
-        self._cos, self._sin = rope_tables(config.rope, config.head_dim, max_positions, self._norm.device)
-        self._scale = config.head_dim**-0.5
+        self._rotations = [
+            Rotation(rope, config.head_dim, max_positions, max_rows, norm.device) for rope in config.ropes
+        ]
+        self._multiplier = config.embedding_multiplier
+        if config.rounds_multiplier:
+            self._multiplier = torch.tensor(self._multiplier, dtype=norm.dtype).item()
+
+    def open(self, row: int, length: int) -> None:
+        """A sequence that may grow to `length` tokens takes a row."""
+        for rotation in self._rotations:
+            rotation.open(row, length)
 
     def forward(self, inputs: Inputs, cache: list[Tensor]) -> Tensor:
         """Hidden states [T, hidden] after the last layer, not yet normalised; writes the step's KV into `cache`."""
         hidden = self._embed(inputs.ids)
-        cos, sin = self._cos[inputs.positions], self._sin[inputs.positions]
+        if self._multiplier != 1.0:
+            hidden = hidden * self._multiplier
+        turns = [rotation.at(inputs.positions, inputs.rows) for rotation in self._rotations]
         for layer, kv in zip(self._layers, cache, strict=True):
-            hidden = hidden + self._attend(layer, hidden, kv, inputs, cos, sin)
-            hidden = hidden + self._mlp(layer, hidden)
+            turn = None if layer.rope is None else turns[layer.rope]
+            hidden = self._add(hidden, self._attend(layer, hidden, kv, inputs, turn), layer.post_attention_norm)
+            hidden = self._add(hidden, self._mlp(layer, hidden), layer.post_mlp_norm)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary], float32, of chosen rows of hidden states."""
-        normed = self._backend.rms_norm(hidden, self._norm, self.config.norm_eps)
-        return self._head(normed).float()
+        logits = self._head(self._normalise(hidden, self._norm)).float()
+        if self.config.logits_divisor != 1.0:
+            logits /= self.config.logits_divisor
+        if self.config.logits_softcap is not None:
+            logits.div_(self.config.logits_softcap).tanh_().mul_(self.config.logits_softcap)
+        return logits
 
-    def _attend(self, layer: Layer, hidden: Tensor, kv: Tensor, inputs: Inputs, cos: Tensor, sin: Tensor) -> Tensor:
+    def _attend(self, layer: Layer, hidden: Tensor, kv: Tensor, inputs: Inputs, turn: Turn | None) -> Tensor:
         config, backend = self.config, self._backend
-        normed = backend.rms_norm(hidden, layer.input_norm, config.norm_eps)
-        qkv = layer.qkv(normed)
+        query_heads, key_heads = config.heads, config.heads + config.kv_heads
+        qkv = layer.qkv(self._normalise(hidden, layer.input_norm))
         heads = qkv.view(len(qkv), config.heads + 2 * config.kv_heads, config.head_dim)
-        query, key = heads[:, : config.heads], heads[:, config.heads : config.heads + config.kv_heads]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query = backend.rms_norm(query, layer.q_norm, config.norm_eps)
-            key = backend.rms_norm(key, layer.k_norm, config.norm_eps)
-        query, key = backend.rope(query, cos, sin), backend.rope(key, cos, sin)
-        new = torch.stack((key, heads[:, config.heads + config.kv_heads :]), 1)
-        backend.store_kv(kv, new, inputs.blocks, inputs.offsets)
-        attended = backend.attention(query, kv, inputs.attention, self._scale)
+        query = self._normalise_heads(heads[:, :query_heads], layer.q_norm)
+        key = self._normalise_heads(heads[:, query_heads:key_heads], layer.k_norm)
+        if turn is not None:
+            query, key = backend.rope(query, *turn), backend.rope(key, *turn)
+        backend.store_kv(kv, torch.stack((key, heads[:, key_heads:]), 1), inputs.blocks, inputs.offsets)
+        attended = backend.attention(query, kv, inputs.attention, config.scale, layer.window, config.attention_softcap)
         return layer.output(attended.flatten(1))
 
     def _mlp(self, layer: Layer, hidden: Tensor) -> Tensor:
-        normed = self._backend.rms_norm(hidden, layer.mlp_norm, self.config.norm_eps)
-        return layer.down(self._backend.silu_mul(layer.gate_up(normed)))
+        gate_up = layer.gate_up(self._normalise(hidden, layer.mlp_norm))
+        gated = self._backend.silu_mul(gate_up) if self.config.activation == "silu" else self._backend.gelu_mul(gate_up)
+        return layer.down(gated)
+
+    def _add(self, hidden: Tensor, more: Tensor, norm: Tensor | None) -> Tensor:
+        more = self._normalise(more, norm)
+        return hidden + (more if self.config.residual_multiplier == 1.0 else more * self.config.residual_multiplier)
+
+    def _normalise(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
+        return hidden if weight is None else self._backend.rms_norm(hidden, weight, self.config.norm_eps)
+
+    def _normalise_heads(self, heads: Tensor, weight: Tensor | None) -> Tensor:
+        """Normalise heads [T, heads, D] one by one, or, where the weight is as wide as all of them, together."""
+        if weight is None or len(weight) == heads.shape[-1]:
+            return self._normalise(heads, weight)
+        return self._normalise(heads.flatten(1), weight).view_as(heads)
 
     def _load_embedding(self, loader: Loader) -> tuple[Embedding, Linear | None]:
         """The embedding and, where it is tied to it, the head."""
@@ -95,28 +117,3 @@ class Decoder:
 
     def _load_vocabulary(self, loader: Loader, name: str) -> Tensor:
         return loader.tensor(name, self.config.vocab_size, self.config.hidden_size)
-
-
-def load_layer(config: ModelConfig, loader: Loader, backend: Backend, prefix: str) -> Layer:
-    """Read one layer. Raises ModelError for a tensor that is missing or has another shape."""
-    hidden, width, inner = config.hidden_size, config.head_dim, config.intermediate_size
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    q_rows, kv_rows = config.heads * width, config.kv_heads * width
-    qkv = [(attention + "q_proj", q_rows), (attention + "k_proj", kv_rows), (attention + "v_proj", kv_rows)]
-    gate_up = [(mlp + "gate_proj", inner), (mlp + "up_proj", inner)]
-
-    def linear(parts: list[tuple[str, int]], columns: int, *, biased: bool) -> Linear:
-        weight = loader.stacked([(name + ".weight", rows) for name, rows in parts], columns)
-        bias = loader.stacked([(name + ".bias", rows) for name, rows in parts]) if biased else None
-        return backend.prepare_linear(weight, bias)
-
-    return Layer(
-        input_norm=loader.tensor(prefix + "input_layernorm.weight", hidden),
-        qkv=linear(qkv, hidden, biased=config.qkv_bias),
-        q_norm=loader.tensor(attention + "q_norm.weight", width) if config.qk_norm else None,
-        k_norm=loader.tensor(attention + "k_norm.weight", width) if config.qk_norm else None,
-        output=linear([(attention + "o_proj", hidden)], q_rows, biased=config.output_bias),
-        mlp_norm=loader.tensor(prefix + "post_attention_layernorm.weight", hidden),
-        gate_up=linear(gate_up, hidden, biased=config.mlp_bias),
-        down=linear([(mlp + "down_proj", hidden)], inner, biased=config.mlp_bias),
-    )

@@ -1,48 +1,25 @@
 """What a checkpoint's config.json (or GGUF metadata) says, as flags of one decoder. Unknown switches are refused."""
 
-import json
-import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from msgspec import Struct, field
 
 from engine.errors import ModelError
+from engine.families import (
+    ACTIVATIONS,
+    COMMON,
+    FAMILIES,
+    FULL,
+    HARMLESS,
+    SLIDING,
+    Family,
+    without_rope,
+)
+from engine.ropeconfig import Rope, Ropes, read_ropes
+from engine.settings import Settings, read_json
 
-# Keys that say nothing about the maths of a forward pass.
-HARMLESS = frozenset(
-    """_attn_implementation _attn_implementation_autoset _name_or_path architectures attention_dropout
-    attn_implementation attn_pdrop auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
-    classifier_dropout decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id hidden_dropout id2label initializer_range is_decoder is_llama_config label2id length_penalty
-    max_length min_length mlp_dropout model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
-    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type
-    remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id
-    suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype
-    torchscript transformers.js_config transformers_version typical_p unsloth_version unsloth_fixed use_bfloat16
-    use_cache""".split()  # noqa: SIM905
-)
-# Keys read below.
-READ = frozenset(
-    """attention_bias head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings
-    max_window_layers mlp_bias num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters
-    rope_scaling rope_theta sliding_window tie_word_embeddings use_sliding_window vocab_size""".split()  # noqa: SIM905
-)
-# What transformers takes for a key that is absent (null is something else), where families differ.
-QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False}
-FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": QWEN,
-    "qwen3": QWEN | {"head_dim": 128},
-}
-# The rope types and the parameters that each of them needs.
-ROPE_PARAMETERS = {
-    "default": frozenset[str](),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-}
+MOST_LAYERS, MOST_POSITIONS = 10_000, 2**24  # far beyond any model; lists and tables are made of so many
 DTYPES = {
     "float32": "float32",
     "float16": "float16",
@@ -53,19 +30,21 @@ DTYPES = {
 }
 
 
-class Rope(Struct, frozen=True, kw_only=True):
-    """Rotary embedding: `kind` default, linear or llama3, with the factors that kind reads."""
+class LayerKind(Struct, frozen=True, kw_only=True):
+    """How one layer attends: `window` positions, its own among them (None: all), rotated by `rope` (None: not)."""
 
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
+    window: int | None = None
+    rope: Rope | None = None
+
+
+class HeadShape(TypedDict):
+    heads: int
+    kv_heads: int
+    head_dim: int
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
-    """The flags of the decoder. Sizes are counts of elements."""
+    """The flags of the decoder. Sizes are counts of elements. Defaults are Llama's."""
 
     family: str
     vocab_size: int
@@ -75,119 +54,142 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     heads: int
     kv_heads: int
     head_dim: int
-    max_positions: int
+    max_positions: int  # as the checkpoint says, without a rope's factor
     norm_eps: float
     rope: Rope
     tied: bool
+    kinds: tuple[LayerKind, ...] = ()  # one per layer; none given: all see everything, rotated by `rope`
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False  # over all heads together, not each alone
+    pre_norm: bool = True
+    post_norm: bool = False
+    unit_offset: bool = False  # norms multiply by 1 + weight
+    activation: Literal["silu", "gelu"] = "silu"
+    fused: bool = False  # the files hold q, k and v as one tensor, and gate and up as another
+    attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    embedding_multiplier: float = 1.0
+    rounds_multiplier: bool = False  # the embedding's multiplier is rounded to the weights' dtype
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    scaled_limit: bool = False  # max_positions has the rope's factor in it already
     dtype: str = "float32"  # what the checkpoint says; the fixed table above
     eos_token_ids: list[int] = field(default_factory=list)
 
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        return self.kinds or (LayerKind(rope=self.rope),) * self.layers
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: a JSON object expected, got {type(content).__name__}")
-    return content
+    @property
+    def ropes(self) -> list[Rope]:
+        """The different ropes of the layers, in order of their first use."""
+        return list(dict.fromkeys(kind.rope for kind in self.layer_kinds if kind.rope is not None))
 
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
-class Settings:
-    """One JSON object: its values by key, checked. Raises ModelError naming file, key and value."""
-
-    def __init__(self, raw: dict[str, Any], path: Path) -> None:
-        self.raw, self.path = raw, path
-
-    def refuse(self, key: str, expected: str) -> ModelError:
-        return ModelError(f"{self.path}: {key}: {expected} expected, got {self.raw.get(key)!r}")
-
-    def count(self, key: str) -> int:
-        value = self.raw.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.refuse(key, "a positive integer")
-        return value
-
-    def optional_count(self, key: str) -> int | None:
-        return None if self.raw.get(key) is None else self.count(key)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.raw.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.refuse(key, "a positive number")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.raw.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.refuse(key, "true or false")
-        return bool(value)
-
-    def token_ids(self, key: str) -> set[int]:
-        """One id, a list of them, or null."""
-        value = self.raw.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-            raise self.refuse(key, "a token id or a list of them")
-        return set(ids)
+    @property
+    def position_limit(self) -> int:
+        return self.max_positions if self.scaled_limit else int(self.max_positions * self.rope.limit_factor)
 
 
 def load_config(directory: Path) -> ModelConfig:
     """The flags of a Hugging Face checkpoint directory. Raises ModelError naming file, key and value."""
     path = directory / "config.json"
     raw = read_json(path)
-    family = raw.get("model_type")
-    if not isinstance(family, str) or family not in FAMILY_DEFAULTS:
-        supported = ", ".join(FAMILY_DEFAULTS)
-        raise ModelError(f"{path}: model_type {family!r} is not supported (supported: {supported})")
-    raw = FAMILY_DEFAULTS[family] | raw
-    _refuse_unknown(raw, path)
-    return _from_settings(Settings(raw, path), family, _eos_ids(raw, directory))
+    name = raw.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        supported = ", ".join(FAMILIES)
+        raise ModelError(f"{path}: model_type {name!r} is not supported (supported: {supported})")
+    family = FAMILIES[name]
+    raw = family.defaults | raw
+    _refuse_unknown(raw, family, path)
+    return _from_settings(Settings(raw, path), name, _eos_ids(raw, directory))
 
 
-def _refuse_unknown(raw: dict[str, Any], path: Path) -> None:
+def _refuse_unknown(raw: dict[str, Any], family: Family, path: Path) -> None:
+    known = COMMON | HARMLESS | family.keys
     for key, value in raw.items():
-        if key not in HARMLESS and key not in READ and not (value is None or value is False or value == {}):
+        off = value is None or value is False or value == {}
+        if key not in known and not off and not (key in family.ignored and value == family.ignored[key]):
             raise ModelError(f"{path}: {key} = {value!r} is an option that gllm does not know")
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelError(f"{path}: hidden_act = {raw['hidden_act']!r} is not supported (supported: 'silu')")
-    if raw.get("sliding_window") is not None and raw.get("use_sliding_window", True):
-        raise ModelError(f"{path}: sliding_window = {raw['sliding_window']!r} is not supported yet")
-    layers = raw.get("layer_types") or []
-    if not isinstance(layers, list) or any(kind != "full_attention" for kind in layers):
-        raise ModelError(f"{path}: layer_types = {layers!r}: only full_attention is supported yet")
 
 
-def _from_settings(settings: Settings, family: str, eos: list[int]) -> ModelConfig:
-    bias, hidden = settings.flag("attention_bias"), settings.count("hidden_size")
+def _from_settings(settings: Settings, name: str, eos: list[int]) -> ModelConfig:
+    family, hidden = FAMILIES[name], settings.count("hidden_size")
     heads, kv_heads = settings.count("num_attention_heads"), settings.optional_count("num_key_value_heads")
+    shape = head_shape(settings.path, hidden, heads, kv_heads, settings.optional_count("head_dim"))
+    layers, bias = settings.count("num_hidden_layers", MOST_LAYERS), settings.flag("attention_bias")
+    ropes = read_ropes(settings, family, shape["head_dim"])
     return ModelConfig(
-        family=family,
+        family=name,
         vocab_size=settings.count("vocab_size"),
         hidden_size=hidden,
         intermediate_size=settings.count("intermediate_size"),
-        layers=settings.count("num_hidden_layers"),
-        max_positions=settings.count("max_position_embeddings"),
+        layers=layers,
+        max_positions=settings.count("max_position_embeddings", MOST_POSITIONS),
         norm_eps=settings.number("rms_norm_eps", 1e-6),
-        rope=_rope(settings),
+        rope=ropes.full,
         tied=settings.flag("tie_word_embeddings"),
-        qkv_bias=bias or family == "qwen2",
-        output_bias=bias and family != "qwen2",
+        kinds=_layer_kinds(settings, family, layers, ropes),
+        qkv_bias=bias or family.qkv_bias,
+        output_bias=bias and not family.qkv_bias,
         mlp_bias=settings.flag("mlp_bias"),
-        qk_norm=family == "qwen3",
+        qk_norm=family.qk_norm != "",
+        joint_qk_norm=family.qk_norm == "projection",
+        pre_norm=family.pre_norm,
+        post_norm=family.post_norm,
+        unit_offset=family.unit_offset,
+        fused=family.fused,
+        scaled_limit=family.scaled_limit,
         dtype=_dtype(settings),
         eos_token_ids=eos,
-        **head_shape(settings.path, hidden, heads, kv_heads, settings.optional_count("head_dim")),
+        **shape,
+        **_multipliers(settings, family, hidden),
     )
 
 
-def head_shape(path: Path, hidden: int, heads: int, kv_heads: int | None, head_dim: int | None) -> dict[str, int]:
+def _multipliers(settings: Settings, family: Family, hidden: int) -> dict[str, Any]:
+    """The activation, and every number that scales or bends something on the way."""
+    activation = settings.raw.get(family.activation_key, "silu")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise settings.refuse(family.activation_key, f"one of {', '.join(ACTIVATIONS)}")
+    scalar = settings.optional_number("query_pre_attn_scalar")
+    return {
+        "activation": ACTIVATIONS[activation],
+        "attention_scale": settings.optional_number("attention_multiplier") if scalar is None else scalar**-0.5,
+        "attention_softcap": settings.optional_number("attn_logit_softcapping"),
+        "logits_softcap": settings.optional_number("final_logit_softcapping"),
+        "embedding_multiplier": hidden**0.5
+        if family.scaled_embedding
+        else settings.number("embedding_multiplier", 1.0),
+        "rounds_multiplier": family.scaled_embedding,
+        "residual_multiplier": settings.number("residual_multiplier", 1.0),
+        "logits_divisor": settings.number("logits_scaling", 1.0),
+    }
+
+
+def _layer_kinds(settings: Settings, family: Family, layers: int, ropes: Ropes) -> tuple[LayerKind, ...]:
+    types = settings.words("layer_types", (FULL, SLIDING), layers) or family.layer_types(settings, layers)
+    window = settings.count("sliding_window") if SLIDING in types else None
+    if window is not None and settings.raw.get("use_sliding_window") is False:
+        raise settings.refuse("use_sliding_window", f"true, as layer_types has {SLIDING},")
+    bare = without_rope(settings, layers)
+    return tuple(
+        LayerKind(
+            window=window if kind == SLIDING else None,
+            rope=None if number in bare else ropes.sliding if kind == SLIDING else ropes.full,
+        )
+        for number, kind in enumerate(types)
+    )
+
+
+def head_shape(path: Path, hidden: int, heads: int, kv_heads: int | None, head_dim: int | None) -> HeadShape:
     """The fields of a head's shape, with what is not given derived. Raises ModelError if they do not fit together."""
     kv_heads = heads if kv_heads is None else kv_heads
     if head_dim is None and hidden % heads:
@@ -198,41 +200,6 @@ def head_shape(path: Path, hidden: int, heads: int, kv_heads: int | None, head_d
         message = f"{heads} heads, {kv_heads} key/value heads, head_dim {head_dim} do not fit together"
         raise ModelError(f"{path}: {message}")
     return {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-
-
-def _rope(settings: Settings) -> Rope:
-    """Both places and both key names that checkpoints use: rope_scaling or rope_parameters, type or rope_type."""
-    found = _rope_scaling(settings)
-    kind = found.pop("rope_type", "default")
-    if not isinstance(kind, str) or kind not in ROPE_PARAMETERS:
-        supported = ", ".join(ROPE_PARAMETERS)
-        raise ModelError(f"{settings.path}: rope type {kind!r} is not supported (supported: {supported})")
-    if unknown := sorted(found.keys() - ROPE_PARAMETERS[kind] - {"rope_theta"}):
-        message = f"rope parameter {unknown[0]} = {found[unknown[0]]!r} is unknown for type {kind!r}"
-        raise ModelError(f"{settings.path}: {message}")
-    found.setdefault("rope_theta", 10000.0 if settings.raw.get("rope_theta") is None else settings.raw["rope_theta"])
-    scaling = Settings(found, settings.path)
-    values = {name: scaling.number(name) for name in ROPE_PARAMETERS[kind]}
-    if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
-        raise scaling.refuse("high_freq_factor", f"more than low_freq_factor = {values['low_freq_factor']}")
-    original = int(values.pop("original_max_position_embeddings", Rope().original_max_positions))
-    return Rope(theta=scaling.number("rope_theta"), kind=kind, original_max_positions=original, **values)
-
-
-def _rope_scaling(settings: Settings) -> dict[str, Any]:
-    """The rope parameters that are given, the type under the name rope_type. Two different sets are refused."""
-    sets: list[dict[str, Any]] = []
-    for place in ("rope_parameters", "rope_scaling"):
-        given = settings.raw.get(place) or {}
-        if not isinstance(given, dict):
-            raise settings.refuse(place, "an object")
-        given = {key: value for key, value in given.items() if value is not None}
-        older_name = given.pop("type", None)
-        sets.append(given if older_name is None else {"rope_type": older_name} | given)
-    newer, older = sets
-    if newer and any(newer.get(key) != value for key, value in older.items()):
-        raise settings.refuse("rope_scaling", f"the same as rope_parameters, {newer!r},")
-    return newer or older
 
 
 def _dtype(settings: Settings) -> str:

@@ -34,7 +34,7 @@ class Handle:
     plan: Plan
     batch: Batch
     drawn: Drawn | None
-    silent_broken: Tensor  # of entries that do not sample: whether their last hidden state is not finite
+    broken: Tensor  # by entry: whether one of its checked hidden states is not finite
     prompt_logprobs: dict[int, list[Scored]]  # by entry
     finite_prompts: dict[int, list[Tensor]]  # by entry: whether the logits were finite
 
@@ -57,7 +57,8 @@ class Runner:
             self.max_model_len = model_limit(self.model_config, config.max_model_len)
             self._backend = self._select(config)
             loader = Loader(source, self.dtype, self.device)
-            self.model = Decoder(self.model_config, loader, self._backend, self.max_model_len)
+            rows = config.max_sequences + 1
+            self.model = Decoder(self.model_config, loader, self._backend, self.max_model_len, rows)
             loader.close()
         self.weight_bytes = loader.bytes
         self.device_ns = 0  # spent computing (on a CPU), or waiting for the device
@@ -91,6 +92,12 @@ class Runner:
         self._last_token = torch.zeros(self.max_sequences + 1, dtype=torch.int64, device=self.device)
         self._sampler = Sampler(self.max_sequences, config.vocab_size, self.device)
         self._heads = Heads(config.kv_heads, config.heads // config.kv_heads)
+        self._windowed = any(kind.window is not None for kind in config.layer_kinds)
+
+    @property
+    def _longest(self) -> int | None:
+        """The position limit where it decides bits: a request without max_tokens may grow so far, and ropes ask."""
+        return self.max_model_len if any(rope.depends_on_length for rope in self.model_config.ropes) else None
 
     @property
     def numerics(self) -> str:
@@ -98,7 +105,7 @@ class Runner:
         facts = (
             KERNEL_VERSION, self.fingerprint, str(self.dtype), self.device.type, processor(self.device),
             torch.__version__, torch.get_num_threads(), self.block_size, self.deterministic, self._seed,
-            self._backend.numerics,
+            self._backend.numerics, self._longest,
         )  # fmt: skip
         return blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
@@ -109,19 +116,17 @@ class Runner:
             table = self._tables[-1:, :1]
             attention = AttentionBatch([count], [count], table, self.block_size, self._heads)
             zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
-            inputs = Inputs(zeros, zeros, zeros + self.kv_blocks, zeros, attention)
+            inputs = Inputs(zeros, zeros, zeros, zeros + self.kv_blocks, zeros, attention)
             self.model.logits(self.model.forward(inputs, self.cache))
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Handle:
         self._apply_differences(plan)
-        batch = build_batch(plan, self._tables, self._last_token, self.block_size, self._heads)
+        batch = build_batch(plan, self._tables, self._last_token, self.block_size, self._heads, windowed=self._windowed)
         began = perf_counter_ns()
         hidden = self.model.forward(batch.inputs, self.cache)
         drawn = self._draw(hidden, batch) if batch.sampling else None
-        # Attention carries a NaN to every later position, so an entry's last one shows whether its KV can be trusted.
-        silent_broken = ~torch.isfinite(hidden[batch.silent_ends]).all(-1)
-        handle = Handle(plan, batch, drawn, silent_broken, {}, {})
+        handle = Handle(plan, batch, drawn, _find_broken(hidden, batch), {}, {})
         for index in batch.scoring:
             self._score_prompt(hidden, handle, index)
         if self.device.type == "cpu":
@@ -139,8 +144,7 @@ class Runner:
             for slot, index in enumerate(handle.batch.sampling):
                 sampled.tokens[index], sampled.broken[index] = ids[slot], broken[slot]
                 sampled.logprobs[index] = logprobs[slot]
-        for index, broken in zip(handle.batch.silent, handle.silent_broken.tolist(), strict=True):
-            sampled.broken[index] = broken
+        sampled.broken = [one or other for one, other in zip(sampled.broken, handle.broken.tolist(), strict=True)]
         for index, parts in handle.prompt_logprobs.items():
             sampled.prompt_logprobs[index] = [row for part in parts for row in part.rows()]
             sampled.broken[index] |= not all(handle.finite_prompts[index])
@@ -150,6 +154,7 @@ class Runner:
     def _apply_differences(self, plan: Plan) -> None:
         for sequence in plan.opened:
             self._sampler.open(sequence)
+            self.model.open(sequence.row, sequence.longest)
         if plan.blocks:
             rows, columns, blocks = torch.tensor(plan.blocks, device=self.device).T
             self._tables[rows, columns] = blocks
@@ -178,6 +183,13 @@ class Runner:
             logits = self.logits(part)
             finite.append(torch.isfinite(logits.amax(-1)).all())
             scored.append(score_tokens(logits, ids, [best] * len(ids)))
+
+
+def _find_broken(hidden: Tensor, batch: Batch) -> Tensor:
+    """For each entry of the plan, whether a checked hidden state of it is not finite."""
+    wrong = ~torch.isfinite(hidden[batch.checked]).all(-1)
+    counts = torch.zeros(len(batch.plan.entries), dtype=torch.int32, device=hidden.device)
+    return counts.index_add_(0, batch.owners, wrong.to(torch.int32)) > 0
 
 
 def choose_device(name: str) -> torch.device:
@@ -213,8 +225,8 @@ def device_name(device: torch.device) -> str:
 
 
 def model_limit(config: ModelConfig, asked: int | None) -> int:
-    """The position limit: the checkpoint's (times a linear rope factor), or lower when asked."""
-    limit = int(config.max_positions * (config.rope.factor if config.rope.kind == "linear" else 1))
+    """The position limit: the checkpoint's, its rope's factor counted in, or lower when asked."""
+    limit = config.position_limit
     if asked is None:
         return limit
     if not 1 <= asked <= limit:

@@ -69,11 +69,17 @@ def validate_sampling(sampling: SamplingParams) -> None:
         raise ValueError(f"min_tokens: {sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}")
 
 
+def longest_length(request: Request, info: EngineInfo) -> int:
+    """To how many positions a request may grow by its own terms and the model's, whatever the pool holds."""
+    most = request.sampling.max_tokens
+    return info.max_model_len if most is None else min(info.max_model_len, len(request.tokens) + most)
+
+
 def _limit(request: Request, info: EngineInfo) -> int:
     prompt, output, sampling = len(request.tokens), len(request.output), request.sampling
     if prompt >= info.max_model_len:
         raise TooLargeError(f"tokens: {prompt} prompt tokens, but the model's limit is {info.max_model_len} in all")
-    most = info.max_model_len if sampling.max_tokens is None else min(info.max_model_len, prompt + sampling.max_tokens)
+    most = longest_length(request, info)
     needed = prompt + output if sampling.max_tokens is None else most
     if -(-needed // info.block_size) > info.kv_blocks:
         what = "tokens" if sampling.max_tokens is None else f"tokens and max_tokens={sampling.max_tokens}"

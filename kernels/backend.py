@@ -70,7 +70,9 @@ class TorchBackend:
         return lambda ids: weight[ids], self.prepare_linear(weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        if weight.dtype == x.dtype:
+            return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """As the reference; cos and sin are [T, 1, D]: doubled, the first half of sin negated."""

@@ -13,7 +13,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] over the root of its mean square (plus eps), times weight [D]. Zhang & Sennrich 2019."""
+    """x [..., D] over the root of its mean square (plus eps), times weight [D]. Zhang & Sennrich 2019.
+
+    The weight may be float32 beside an x of fewer bits.
+    """
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 

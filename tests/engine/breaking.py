@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import torch
-
 from engine import Engine, SamplingParams
 from engine.plan import Plan
 
@@ -46,12 +44,10 @@ def nan_logits(engine: Engine, names: Iterable[str], value: float = float("nan")
 @contextmanager
 def nan_embedding(engine: Engine, token: int) -> Iterator[None]:
     """A token's embedding is NaN, and so is all KV from its position on."""
-    embedding = engine.runner.model._embedding
-    with torch.inference_mode():
-        kept = embedding[token].clone()
-        embedding[token] = float("nan")
-        yield
-        embedding[token] = kept
+    model, embed = engine.runner.model, engine.runner.model._embed
+    model._embed = lambda ids: embed(ids).masked_fill((ids == token)[:, None], float("nan"))
+    yield
+    model._embed = embed
 
 
 def record_plans(engine: Engine) -> list[dict[str, int]]:

@@ -6,21 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-KINDS = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
 SHAPE: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 32,
@@ -36,14 +23,14 @@ SHAPE: dict[str, Any] = {
 
 
 def build(kind: str, **changes: Any) -> PreTrainedModel:
-    """A random model of a kind, with weights large enough that tokens vary and biases matter."""
-    config_class, model_class = KINDS[kind]
+    """A random model of a kind (a model_type), with weights large enough that tokens vary and biases matter."""
     torch.manual_seed(0)
-    model = model_class(config_class(**SHAPE | changes)).float().eval()
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SHAPE | changes)).float().eval()
+    middle = 0.0 if kind.startswith("gemma") else 1.0  # of norm weights
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(middle - 0.5, middle + 0.5)
             else:
                 parameter.normal_(0.0, 0.5 if name.endswith("bias") else 0.25)
     return model

@@ -1,10 +1,9 @@
 """config.json: head shapes, switches, dtypes, end ids; and what is refused, by file, key and value."""
 
 import json
+from pathlib import Path
 
 import pytest
-import torch
-from transformers import MistralConfig, MistralForCausalLM
 
 from engine.errors import ModelError
 from engine.modelconfig import load_config
@@ -16,7 +15,6 @@ from tests.engine.checkpoint_files import (
     oracle_of,
 )
 from tests.engine.driving import request, run
-from tests.engine.models import SHAPE
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
 
@@ -90,8 +88,17 @@ def test_impossible_shapes_are_refused_by_key_and_value(llama, changes, message)
         ("model_type", "mamba"),
         ("model_type", None),
         ("sliding_window", 128),
-        ("layer_types", ["full_attention", "sliding_attention"]),
         ("layer_types", ["linear_attention", "full_attention"]),
+        ("layer_types", ["full_attention"]),
+        ("layer_types", "full_attention"),
+        ("use_sliding_window", True),
+        ("no_rope_layers", [1, 0]),
+        ("final_logit_softcapping", 30.0),
+        ("query_pre_attn_scalar", 8),
+        ("embedding_multiplier", 12.0),
+        ("logits_scaling", 8.0),
+        ("sliding_window_pattern", 6),
+        ("use_bidirectional_attention", True),
     ],
     ids=str,
 )
@@ -108,26 +115,99 @@ def test_an_unknown_switch_that_is_off_is_accepted(llama, value):
     assert load_config(llama).layers == 2
 
 
+def windows(directory: Path) -> list[int | None]:
+    return [kind.window for kind in load_config(directory).layer_kinds]
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_window_that_its_switch_turns_off_is_no_window(checkpoints, tmp_path, family):
+def test_a_window_has_a_switch_and_a_first_layer_in_qwen(checkpoints, tmp_path, family):
     directory = copy_checkpoint(checkpoints, tmp_path / family, family)
     for switch in (False, ...):
         change_config(directory, sliding_window=64, use_sliding_window=switch, layer_types=...)
-        assert load_config(directory).family == family
+        assert windows(directory) == [None, None]
     change_config(directory, use_sliding_window=True)
-    assert_config_refused(directory, "sliding_window = 64")
+    for first, expected in ((0, [64, 64]), (1, [None, 64]), (2, [None, None]), (..., [None, None])):
+        change_config(directory, max_window_layers=first)
+        assert windows(directory) == expected
+    change_config(directory, sliding_window=None)
+    assert windows(directory) == [None, None]
+    change_config(directory, sliding_window=64, max_window_layers="1")
+    assert_config_refused(directory, "max_window_layers.*'1'")
 
 
-def test_mistral_equals_transformers_without_a_window_and_is_refused_with_one(tmp_path, make_engine):
-    torch.manual_seed(3)
-    model = MistralForCausalLM(MistralConfig(**SHAPE | {"sliding_window": None})).eval()
-    model.save_pretrained(tmp_path)
-    change_config(tmp_path, sliding_window=None)
-    assert_equals(make_engine(model=str(tmp_path)), model)
-    # Absent is 4,096 in this family, not off.
-    for window, named in ((64, "64"), (..., "4096")):
-        change_config(tmp_path, sliding_window=window)
-        assert_config_refused(tmp_path, f"sliding_window = {named}")
+def test_absent_is_a_window_of_4096_in_mistral_and_null_is_none(llama):
+    change_config(llama, model_type="mistral")
+    for window, expected in ((64, 64), (..., 4096), (None, None)):
+        change_config(llama, sliding_window=window)
+        assert windows(llama) == [expected, expected]
+    for window in (0, -1, 2.5, True, "64"):
+        change_config(llama, sliding_window=window)
+        assert_config_refused(llama, "sliding_window")
+
+
+def test_layer_types_decide_and_need_a_window_that_is_on(checkpoints, tmp_path):
+    directory = copy_checkpoint(checkpoints, tmp_path / "qwen3", "qwen3")
+    types = ["sliding_attention", "full_attention"]
+    change_config(directory, layer_types=types, sliding_window=8, use_sliding_window=True, max_window_layers=0)
+    assert windows(directory) == [8, None]
+    change_config(directory, use_sliding_window=False)
+    assert_config_refused(directory, "use_sliding_window.*False")
+    change_config(directory, use_sliding_window=True, sliding_window=None)
+    assert_config_refused(directory, "sliding_window.*None")
+
+
+def test_layers_without_rope_are_listed_or_counted(checkpoints, tmp_path):
+    directory = copy_checkpoint(checkpoints, tmp_path / "smollm3", "smollm3", pad_token_id=0, num_hidden_layers=4)
+
+    def rotated() -> list[bool]:
+        return [kind.rope is not None for kind in load_config(directory).layer_kinds]
+
+    change_config(directory, no_rope_layers=[1, 0, 0, 1, 0, 0])
+    assert rotated() == [True, False, False, True]
+    for interval, expected in ((2, [True, False] * 2), (..., [True] * 3 + [False])):
+        change_config(directory, no_rope_layers=..., no_rope_layer_interval=interval)
+        assert rotated() == expected
+    for wrong in ([1, 0], [1, 0, 0, 2], "1001"):
+        change_config(directory, no_rope_layers=wrong)
+        assert_config_refused(directory, "no_rope_layers")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("granite", "residual_multiplier", 0),
+        ("granite", "logits_scaling", "8"),
+        ("gemma2", "attn_logit_softcapping", -1.0),
+        ("gemma2", "query_pre_attn_scalar", 0),
+        ("gemma2", "hidden_activation", "gelu"),
+        ("gemma2", "hidden_activation", None),
+        ("gemma2", "sliding_window", None),
+        ("gemma2", "sliding_window_size", 17),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma3_text", "attn_logit_softcapping", 50.0),
+        ("phi3", "rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.4}),
+        ("phi3", "interpolate_factor", 2),
+        ("phi3", "attention_bias", True),
+        ("qwen2", "attention_bias", True),
+        ("olmo2", "mlp_bias", True),
+    ],
+)
+def test_what_a_family_does_not_know_is_refused_by_name(checkpoints, tmp_path, kind, key, value):
+    directory = copy_checkpoint(checkpoints, tmp_path / kind, kind, pad_token_id=0)
+    load_config(directory)
+    change_config(directory, **{key: value})
+    assert_config_refused(directory, key)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("phi3", {"interpolate_factor": 1, "full_attn_mod": 1}), ("gemma2", {"sliding_window_size": 4096})],
+)
+def test_what_a_family_ignores_may_be_there_with_the_value_that_changes_nothing(checkpoints, tmp_path, kind, changes):
+    directory = copy_checkpoint(checkpoints, tmp_path / kind, kind, pad_token_id=0)
+    before = load_config(directory)
+    change_config(directory, **changes)
+    assert load_config(directory) == before
 
 
 # -- dtype and end ids ------------------------------------------------------------------------------------------------

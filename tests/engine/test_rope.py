@@ -15,11 +15,14 @@ LLAMA3 = {
 }
 
 
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+
+
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 @pytest.mark.parametrize(
     "rope",
-    [("default", {}), ("linear", {"factor": 4.0}), ("llama3", LLAMA3)],
+    [("default", {}), ("linear", {"factor": 4.0}), ("llama3", LLAMA3), ("dynamic", {"factor": 2.0}), ("yarn", YARN)],
     ids=lambda rope: rope[0],
 )
 def test_rope_is_read_from_both_places_and_both_key_names(llama, make_engine, place, key, rope):
@@ -45,7 +48,7 @@ def test_without_a_theta_it_is_ten_thousand(llama):
         assert load_config(llama).rope.theta == 10000.0
 
 
-@pytest.mark.parametrize("kind", ["su", "dynamic", "mrope", "invented", "", 3, ["linear"]])
+@pytest.mark.parametrize("kind", ["su", "mrope", "proportional", "invented", "", 3, ["linear"]])
 def test_an_unknown_rope_type_is_refused_by_name(llama, kind):
     change_config(llama, rope_parameters=..., rope_scaling={"rope_type": kind, "factor": 2.0})
     with pytest.raises(ModelError, match="rope type") as error:
@@ -70,6 +73,15 @@ def test_an_unknown_rope_type_is_refused_by_name(llama, kind):
         ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": None}, "original_max_position"),
         ({"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}, "high_freq_factor"),
         ({"full_attention": {"rope_type": "default"}}, "full_attention"),
+        ({"rope_type": "dynamic"}, "factor: .*got None"),
+        ({"rope_type": "dynamic", "factor": 2.0, "beta_slow": 1}, "beta_slow = 1"),
+        ({"rope_type": "yarn", "factor": 2.0, "attention_factor": -1.0}, "attention_factor: .*got -1.0"),
+        ({"rope_type": "yarn", "factor": 2.0, "truncate": "no"}, "truncate: .*got 'no'"),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1}, "original_max_position.*got 1"),
+        ({"rope_type": "yarn", "factor": 2.0, "finetuned": True}, "finetuned = True"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 4}, "long_factor: .*got None"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 4}, "short_factor: a list of 4"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [0] * 4}, "long_factor: a list of 4"),
         (["linear", 2.0], r"rope_scaling.*\['linear', 2.0\]"),
         ("linear", "rope_scaling.*'linear'"),
     ],
@@ -88,7 +100,7 @@ def test_two_descriptions_of_rope_that_differ_are_refused(llama):
     assert_config_refused(llama, "rope_scaling.*rope_parameters")
 
 
-@pytest.mark.parametrize("theta", ["1e4", True, 0, -1.0, float("inf")])
+@pytest.mark.parametrize("theta", ["1e4", True, 0, 1.0, -1.0, float("inf")])
 def test_a_wrong_theta_is_refused(llama, theta):
     change_config(llama, rope_parameters=..., rope_theta=theta)
     assert_config_refused(llama, "rope_theta")
