@@ -205,6 +205,8 @@ class Scheduler:
             return None  # ended while this step was in flight: its extra token is dropped
         if sampled.broken[index]:
             message = "the model's logits are not finite (NaN or infinity)"
+            if sequence.mask_source is not None:
+                message += ", or its mask allows nothing"
             return self._finish(sequence, FinishReason.ERROR, error=message)
         self.counters.computed(sequence, entry)
         if entry.admission == sequence.admissions and sequence.row == entry.row:

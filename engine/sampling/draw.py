@@ -17,7 +17,7 @@ from engine.sampling.rows import Rows, Trait
 from kernels import block_maxima, gumbel, members, ranks, reach
 
 FINALISTS = 64
-TILE = 1 << 17  # numbers of a pass that stay in a core's cache
+TILE = 1 << 15  # numbers of a pass on a CPU: they stay in a core's cache, and torch does not wake its other threads
 NARROW = 8  # a row is narrow when only one block in so many holds anything that the filters keep
 
 

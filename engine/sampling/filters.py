@@ -66,18 +66,15 @@ def _search(scores: Tensor, weighed: Tensor, target: Tensor) -> Tensor:
 
 
 def _search_rows(scores: Tensor, weighed: Tensor, target: Tensor) -> Tensor:
-    bits = scores.abs().view(torch.int32)  # scores are not above 0: rising bits are falling scores
-    upper = (bits >> _LOW_BITS).clamp_(max=_BINS - 1)
-    weighed = weighed.to(torch.float64)
-    ends_in, before = _edge(upper, weighed, target, _BINS)
-    weighed.mul_(upper == ends_in[:, None])
-    lower, _ = _edge(bits & (2**_LOW_BITS - 1), weighed, target - before, 2**_LOW_BITS)
-    return -(ends_in << _LOW_BITS | lower).to(torch.int32).view(torch.float32)
+    bits, weighed = scores.abs().view(torch.int32), weighed.to(torch.float64)  # rising bits are falling scores
+    upper = _edge((bits >> _LOW_BITS).clamp_(max=_BINS - 1), weighed, target, _BINS) << _LOW_BITS
+    # One more bin at each end: for all that comes before, and for all that comes after.
+    within = (bits - (upper - 1)[:, None]).clamp_(0, 2**_LOW_BITS + 1)
+    lower = _edge(within, weighed, target, 2**_LOW_BITS + 2) - 1
+    return -(upper + lower).view(torch.float32)
 
 
-def _edge(bins: Tensor, weighed: Tensor, target: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first bin [B] up to which the weights sum to the target [B], and the sum before it. Sums are exact."""
+def _edge(bins: Tensor, weighed: Tensor, target: Tensor, count: int) -> Tensor:
+    """The first bin [B] up to which the weights sum to the target [B]; int32. Sums are exact."""
     sums = weighed.new_zeros(len(bins), count).scatter_add_(1, bins.to(torch.int64), weighed).cumsum_(-1)
-    edge = (sums < target[:, None]).sum(-1).clamp_(max=count - 1)
-    before = sums.gather(1, (edge - 1).clamp_(min=0)[:, None]).squeeze(1)
-    return edge, before * (edge > 0)
+    return (sums < target[:, None]).sum(-1, dtype=torch.int32).clamp_(max=count - 1)

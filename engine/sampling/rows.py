@@ -78,7 +78,8 @@ class History:
         self._reserve(len(tokens) + 1)
         known = torch.tensor(tokens, dtype=torch.int32, device=self.counts.device)
         self._tokens[row, : len(tokens)] = known
-        self.counts[row] = torch.bincount(known[prompt_length:], minlength=self.counts.shape[1])
+        output = known[prompt_length:]
+        self.counts[row].zero_().index_add_(0, output, torch.ones_like(output))
 
     def tokens(self, rows: Tensor, lengths: list[int]) -> Tensor:
         """The first so many tokens of some rows, int64 [n, longest]; shorter rows repeat their last one."""
