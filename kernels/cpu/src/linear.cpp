@@ -12,9 +12,9 @@
 namespace gllm {
 namespace {
 
-constexpr int64_t PIECE_UNITS = 128;         // weights of a piece: 16 KiB, a third of a first-level cache
-constexpr int64_t TILE_BLOCKS = 252 / ROWS;  // rows of a tile: their sums are 32 KiB
-constexpr int64_t AHEAD_BYTES = 2048;        // how far ahead memory is asked for when there is one block of rows
+constexpr int64_t PIECE_UNITS = 256;         // weights of a piece: 32 KiB, two thirds of a first-level cache
+constexpr int64_t TILE_BLOCKS = 126 / ROWS;  // rows of a tile: their sums are 16 KiB
+constexpr int64_t AHEAD_BYTES = 8192;        // how far ahead memory is asked for when there is one block of rows
 
 int64_t divide_up(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
