@@ -1,5 +1,9 @@
-"""How many KV blocks: as told, or as the memory that is really free allows."""
+"""How many KV blocks: as told, or as the memory that is really free allows; and what loading gives back."""
 
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,6 +14,8 @@ from engine.modelconfig import ModelConfig
 
 CPU_SHARE, CUDA_SHARE = 0.25, 0.9  # of free memory; a CPU's is shared with everything else on the machine
 CPU_MOST_BYTES = 4 << 30
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
+LOADING_BYTES, SERVING_BYTES = 1 << 20, 32 << 20  # blocks from this size on are mappings of their own
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -49,3 +55,27 @@ def _available_bytes() -> int:
     if limit.exists() and (text := limit.read_text().strip()) != "max":
         limits.append(int(text) - int(used.read_text()))
     return max(0, min(limits))
+
+
+@contextmanager
+def returning_memory() -> Iterator[None]:
+    """While weights are loaded, what is freed goes back to the system at once; afterwards it is kept for the next step.
+
+    Each matrix is there once more while a backend packs it. The C library would keep up to 64 MB of such blocks, at the
+    peak and ever after; a step, on the other hand, must not ask the system for its blocks.
+    """
+    option = _mallopt()
+    option(M_MMAP_THRESHOLD, LOADING_BYTES)
+    try:
+        yield
+    finally:
+        option(M_MMAP_THRESHOLD, SERVING_BYTES)
+        option(M_TRIM_THRESHOLD, 2 * SERVING_BYTES)  # the C library's own ratio
+
+
+def _mallopt() -> Callable[[int, int], object]:
+    """That of glibc; other C libraries have none, or take other numbers."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if library is None or not hasattr(library, "gnu_get_libc_version"):
+        return lambda option, value: None
+    return library.mallopt

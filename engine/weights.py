@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.checkpoint import files_of, fingerprint
 from engine.errors import ModelError
+from engine.memory import returning_memory
 from engine.modelconfig import ModelConfig, load_config
 from engine.shards import SafetensorsSource
 
@@ -100,7 +101,7 @@ class Loader:
 def open_checkpoint(model: str) -> Iterator[tuple[ModelConfig, Source, str]]:
     """The configuration, the tensors and the fingerprint of a Hugging Face directory or a .gguf file."""
     path = Path(model)
-    with ExitStack() as stack:
+    with ExitStack() as stack, returning_memory():
         if path.is_dir():
             config = load_config(path)
             source = SafetensorsSource(path, stack)
