@@ -62,18 +62,20 @@ def attention(
     q [T, heads, D]; kv [2, blocks, kv_heads, block_size, D]; tables [S, max_blocks]. Sequence i owns the next
     query_lengths[i] rows of q, which are the last positions of its lengths[i]. Returns [T, heads, D] in q's dtype.
     A query sees the last `window` positions, its own among them (None: all). Scores become softcap * tanh(score /
-    softcap) (Gemma 2). Keys and values that a query does not see do not reach it, whatever they hold.
+    softcap) (Gemma 2). Keys and values that none of a sequence's queries see are not looked at.
     """
     out = torch.empty_like(q)
     group, token = q.shape[1] // kv.shape[2], 0
     for table, count, length in zip(tables, query_lengths, lengths, strict=True):
-        used = table[: -(-length // kv.shape[3])]
-        keys, values = kv[:, used].transpose(2, 3).flatten(1, 2)[:, :length].float().repeat_interleave(group, 2)
-        for position in range(length - count, length):
-            seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
-            scores = torch.einsum("hd,khd->hk", q[token].float(), keys[seen]) * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            out[token] = torch.einsum("hk,khd->hd", scores.softmax(-1), values[seen]).to(q.dtype)
-            token += 1
+        first, reach = length - count, length if window is None else window
+        used, seen = table[: -(-length // kv.shape[3])], torch.arange(max(0, first + 1 - reach), length)
+        keys, values = kv[:, used].transpose(2, 3).flatten(1, 2)[:, seen].float().repeat_interleave(group, 2)
+        scores = torch.einsum("qhd,khd->hqk", q[token : token + count].float(), keys) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        behind = torch.arange(first, length)[:, None] - seen
+        hidden = (behind < 0) | (behind >= reach)
+        weights = scores.masked_fill(hidden.to(q.device), -torch.inf).softmax(-1)
+        out[token : token + count] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+        token += count
     return out

@@ -32,14 +32,13 @@ def test_windows_and_soft_caps_equal_their_reference_in_mixed_batches(cell, dtyp
 @pytest.mark.parametrize("kind", ["decode", "prefill", "chunk"])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_window_equals_its_reference_at_every_length_around_a_tile(window, kind):
-    for block_size in (16, 24):
-        for length in (1, 2, 33, 240, 241, 255, 256, 257, 513):
-            count = {"decode": 1, "prefill": length, "chunk": -(-length // 2)}[kind]
-            batch = replace(ragged(length, Heads(2, 3), 8, block_size, [count], [length]), window=window)
-            batch.poison_unseen()
-            expected = batch.attend_by_reference()
-            assert bool(expected.isfinite().all())
-            torch.testing.assert_close(batch.attend(BACKEND), expected, **TOLERANCES[torch.float32])
+    for block_size, length in ((16, 1), (24, 33), (24, 240), (16, 255), (16, 256), (16, 257), (24, 481)):
+        count = {"decode": 1, "prefill": length, "chunk": -(-length // 2)}[kind]
+        batch = replace(ragged(length, Heads(2, 3), 8, block_size, [count], [length]), window=window)
+        batch.poison_unseen()
+        expected = batch.attend_by_reference()
+        assert bool(expected.isfinite().all())
+        torch.testing.assert_close(batch.attend(BACKEND), expected, **TOLERANCES[torch.float32])
 
 
 def test_a_window_of_one_is_the_value_at_the_position_itself():
