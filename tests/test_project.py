@@ -85,7 +85,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def test_wheel_holds_the_four_packages_with_lua_and_types(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    shipped = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".lua", ".cpp", ".h")]
+    kinds = (".py", ".lua", ".cpp", ".h")
+    shipped = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in kinds]
     missing = {str(path.relative_to(ROOT)) for path in shipped} - names
     assert missing == set()
     assert "gllm/py.typed" in names
