@@ -12,7 +12,7 @@ from worker.chat import ChatTemplate, render_chat
 from worker.control import PromptError
 from worker.renderer import Renderer
 from worker.text import ReplyText
-from worker.tokenizer import Tokenizer
+from worker.tokenizer import Tokenizer, TooManyTokens
 
 PLAIN = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -60,6 +60,9 @@ class Intake:
         self._check_ids(job)
         try:
             ids = self._encode(job, submitted_ms)
+        except TooManyTokens as error:
+            self._check_room(job, error.count)
+            raise AssertionError(f"{error.count} tokens fit") from error
         except PromptError as error:
             raise JobRejected("invalid", f"{_prompt_field(job)}: {error}") from error
         except RecursionError as error:
@@ -113,11 +116,11 @@ class Intake:
             return list(job.token_ids)
         if job.prompt is not None:
             self._check_room(job, self.tokenizer.fewest(job.prompt), "at least ")
-            return self.tokenizer.encode(job.prompt, parse_special=job.parse_special)
+            return self.tokenizer.encode(job.prompt, parse_special=job.parse_special, at_most=self.info.max_model_len)
         text, hidden = self._rendered(job, submitted_ms)
         if not hidden:  # else placeholders are longer than what they stand for
             self._check_room(job, self.tokenizer.fewest(text), "at least ")
-        return self.tokenizer.encode_guarded(text, hidden)
+        return self.tokenizer.encode_guarded(text, hidden, at_most=self.info.max_model_len)
 
     def _rendered(self, job: Job, submitted_ms: int | None) -> tuple[str, dict[str, str]]:
         if self._template is None:
@@ -144,7 +147,7 @@ class Intake:
         field = _prompt_field(job)
         if not ids:
             raise JobRejected("invalid", f"{field}: no tokens in {shown(getattr(job, field))}")
-        if max(ids) >= self.info.vocab_size:
+        if self.tokenizer.vocab_size > self.info.vocab_size and max(ids) >= self.info.vocab_size:
             content = self.tokenizer.content(max(ids))
             self._check_vocabulary(f"{field}: {content!r}", [max(ids)])
 

@@ -36,6 +36,14 @@ def load_tokenizer(path: Path) -> "Tokenizer":
     return Tokenizer(read_directory(path) if path.is_dir() else read_gguf(path))
 
 
+class TooManyTokens(PromptError):
+    """A text has `count` tokens or more, which is above what was asked for."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} tokens")
+        self.count = count
+
+
 class Tokenizer:
     """Encodes, decodes, and knows the control tokens, the end-of-sequence ids and the chat templates of a model.
 
@@ -70,12 +78,15 @@ class Tokenizer:
             return next(iter(self.chat_templates.values()))
         return self.chat_templates.get("default")
 
-    def encode(self, text: str, parse_special: bool = True, add_special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, parse_special: bool = True, add_special: bool = True, at_most: int | None = None
+    ) -> list[int]:
         """The ids of a text. Without `parse_special` control tokens in it are plain text.
 
-        `add_special` adds what the tokenizer puts around a text. Raises PromptError for text that is no Unicode.
+        `add_special` adds what the tokenizer puts around a text. Raises PromptError for text that is no Unicode, and
+        TooManyTokens for more than `at_most`: Python's lock is kept while they become a list, so that is not done.
         """
-        (ids,) = _encode(self._backend if parse_special else self._plain, [text], add_special)
+        (ids,) = _encode(self._backend if parse_special else self._plain, [text], add_special, at_most)
         begins = sum(1 for _ in takewhile(self._bos_id.__eq__, ids)) if add_special and self._bos_id is not None else 0
         return ids[max(begins - 1, 0) :]
 
@@ -86,12 +97,15 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise PromptError(f"text that is no valid Unicode: {error}") from error
 
-    def encode_guarded(self, text: str, hidden: Mapping[str, str]) -> list[int]:
-        """The ids of a rendered chat in which the placeholders `hidden` stand for text that must not be parsed."""
+    def encode_guarded(self, text: str, hidden: Mapping[str, str], at_most: int | None = None) -> list[int]:
+        """The ids of a rendered chat in which the placeholders `hidden` stand for text that must not be parsed.
+
+        Raises as `encode` does.
+        """
         first, *rest = _PLACEHOLDER.split(text) if hidden else [text]
         marks = sorted(set(rest[::2]))
         plain = dict(zip(marks, _encode_inside(self._plain, [hidden.get(m, m) for m in marks]), strict=True))
-        ids = self.encode(first, add_special=False)
+        ids = self.encode(first, add_special=False, at_most=at_most)
         for start in range(0, len(rest), 2 * BATCH):
             batch = rest[start : start + 2 * BATCH]
             for mark, after in zip(batch[::2], _encode_inside(self._backend, batch[1::2]), strict=True):
@@ -111,10 +125,16 @@ class Tokenizer:
         return self.control.symbols(text)
 
 
-def _encode(backend: tokenizers.Tokenizer, texts: Sequence[str], add_special: bool = False) -> list[list[int]]:
+def _encode(
+    backend: tokenizers.Tokenizer, texts: Sequence[str], add_special: bool = False, at_most: int | None = None
+) -> list[list[int]]:
     """`encode_batch_fast` lets other threads run, which `encode` does not."""
     try:
-        return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=add_special)]
+        found = backend.encode_batch_fast(texts, add_special_tokens=add_special)
+        count = sum(map(len, found))
+        if at_most is not None and count > at_most:
+            raise TooManyTokens(count)
+        return [encoding.ids for encoding in found]
     except (UnicodeEncodeError, TypeError) as error:
         raise PromptError(f"text that is no valid Unicode: {error}") from error
 

@@ -12,7 +12,7 @@ from tests.worker import styles
 from tests.worker import text_fixtures as fixtures
 from worker.intake import Intake, JobRejected
 from worker.shortest import bound_of
-from worker.tokenizer import Tokenizer
+from worker.tokenizer import Tokenizer, TooManyTokens
 
 BOUNDED = ("gpt2", "llama3", "qwen2", "llama2", "llama2-metaspace", "mistral", "no-prefix", "gemma")
 
@@ -102,6 +102,21 @@ def test_what_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch, job: 
     with pytest.raises(JobRejected) as caught:
         intake.prepare(job_from(**job))
     assert (caught.value.code, caught.value.message) == ("too_large", message)
+    intake.close()
+
+
+@pytest.mark.parametrize("kind", ["prompt", "messages"])
+def test_what_does_not_fit_never_becomes_a_list(kind: str) -> None:
+    """The same refusal with the whole number of tokens."""
+    tokenizer = fixtures.loaded(fixtures.byte_level_backend(), chat_template="{{ messages[0].content }}")
+    intake = Intake(tokenizer, fixtures.engine_info(vocab_size=300))
+    job = (
+        job_from(prompt="a" * 200) if kind == "prompt" else job_from(messages=[{"role": "user", "content": "a" * 200}])
+    )
+    with pytest.raises(JobRejected) as caught:
+        intake.prepare(job)
+    assert isinstance(caught.value.__context__, TooManyTokens)
+    assert caught.value.message == f"{kind}: 200 tokens, the model's limit is 128 with the reply"
     intake.close()
 
 
