@@ -2,8 +2,12 @@
 
 import random
 import statistics
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -11,7 +15,7 @@ from benchmarks.queue_engine import job_id
 from benchmarks.queue_processes import Bench
 from gllm.keys import Keys
 
-LIMIT = 1 << 20  # tokens that the engine's stand-in takes: two megabytes of prose are some 700,000
+LIMIT = 1 << 21  # tokens that the engine's stand-in takes: two megabytes of such words are 1.1 million
 LETTERS = b"etaoinshrdlu      .,\n"
 POLL_SECONDS = 0.02
 END_SECONDS = 60.0
@@ -20,6 +24,17 @@ END_SECONDS = 60.0
 def prose(size: int, seed: int) -> str:
     """Words of all lengths, few of them twice: a tokenizer remembers how it cut a word before."""
     return bytes(random.Random(seed).choices(LETTERS, k=size)).decode()
+
+
+@contextmanager
+def busy_neighbour() -> Iterator[None]:
+    """A process that does nothing but compute: what any work on this machine costs the streams."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 class LongPrompts:
