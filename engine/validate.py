@@ -8,6 +8,7 @@ from engine.request import MAX_LOGPROBS, MAX_SEED, Request, SamplingParams
 from engine.wire import EngineInfo
 
 SWITCHES = ("deterministic", "overlap")  # settings of an engine that are auto, on or off
+MAX_FLOAT32 = 3.4028234663852886e38  # a larger bias is infinite on the device; gllm.validate says the same
 
 
 class TooLargeError(ValueError):
@@ -64,7 +65,7 @@ def validate_sampling(sampling: SamplingParams) -> None:
     _check_range("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
     _check_range("repetition_penalty", sampling.repetition_penalty, 0.0, math.inf, open_low=True, open_high=True)
     for token, bias in sampling.logit_bias.items():
-        _check_range(f"logit_bias[{token}]", bias, -3.4e38, 3.4e38)
+        _check_range(f"logit_bias[{token}]", bias, -MAX_FLOAT32, MAX_FLOAT32)
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         raise ValueError(f"min_tokens: {sampling.min_tokens} is more than max_tokens, {sampling.max_tokens}")
 

@@ -31,7 +31,7 @@ def top_k_floor(scores: Tensor, maxima: Tensor, top_k: Tensor, most: int) -> Ten
 def nucleus_floor(scores: Tensor, maxima: Tensor, top_p: Tensor) -> Tensor:
     """The lowest score [B] in the nucleus of scores [B, N], whose block maxima are known; top_p float64 [B]."""
     weighed = _weights(scores)
-    target = (weighed.sum(-1, dtype=torch.float64) * top_p).clamp_(min=1.0)
+    target = weighed.sum(-1, dtype=torch.float64) * top_p
     if not scores.is_cpu:
         return _search(scores, weighed, target)  # finding out whether the head is enough would wait for the device
     found, enough = _in_head(largest(scores, maxima, min(HEAD, scores.shape[1])), target)

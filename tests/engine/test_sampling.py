@@ -171,6 +171,8 @@ def test_a_wrong_bias_is_refused_and_the_engine_goes_on(make_engine, bias, messa
         engine.add(request("wrong", [3], sampling(logit_bias=bias)))
     reply = reply_to(engine, [3], sampling(logit_bias={3: 100.0, 4: -100.0}))
     assert reply.tokens == [3] * 12
+    largest = float(np.finfo(np.float32).max)
+    assert reply_to(engine, [3], sampling(logit_bias={5: largest, 4: -largest})).tokens == [5] * 12
 
 
 def test_bias_and_min_tokens_leave_logprobs_alone(make_engine):
