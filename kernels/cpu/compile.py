@@ -6,19 +6,22 @@ from pathlib import Path
 
 from kernels.cpu.build import BuildError, compile_level
 from kernels.cpu.cache import BUILT
-from kernels.cpu.levels import BY_NAME, usable
+from kernels.cpu.levels import BY_NAME, of_this_machine, usable
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 0 when every level was built, 1 when one was not."""
     parser = argparse.ArgumentParser(prog="python -m kernels.cpu.compile", description="Compile the CPU kernels ahead.")
     names = ",".join(BY_NAME)
-    parser.add_argument("--levels", default=usable()[0].name, help=f"of {names}; default: the best for this processor")
+    parser.add_argument(
+        "--levels", default=usable()[0].name, help=f"of {names}, or all; default: this processor's best"
+    )
     parser.add_argument("--output", type=Path, default=BUILT, help="folder; default: where the package looks first")
     options = parser.parse_args(arguments)
-    for name in options.levels.split(","):
+    every = ",".join(level.name for level in of_this_machine())
+    for name in (every if options.levels == "all" else options.levels).split(","):
         if name not in BY_NAME:
-            parser.error(f"--levels: any of {names} expected, got {name!r}")
+            parser.error(f"--levels: all, or any of {names}, expected, got {name!r}")
         try:
             print(compile_level(BY_NAME[name], options.output))
         except BuildError as error:

@@ -33,10 +33,15 @@ LEVELS = (
 BY_NAME = {level.name: level for level in LEVELS}
 
 
+def of_this_machine() -> list[Level]:
+    """The levels of this kind of machine, best first, whether or not this processor can run them. Never empty."""
+    return [level for level in LEVELS if not level.machines or platform.machine() in level.machines]
+
+
 def usable() -> list[Level]:
     """The levels that this processor can run, best first. Never empty."""
-    shown, machine = _processor_flags(), platform.machine()
-    return [level for level in LEVELS if level.needs <= shown and (not level.machines or machine in level.machines)]
+    shown = _processor_flags()
+    return [level for level in of_this_machine() if level.needs <= shown]
 
 
 def _processor_flags() -> set[str]:

@@ -96,6 +96,16 @@ def test_without_a_compiler_a_lower_level_that_was_built_ahead_serves(empty, sma
     assert (found.level.name, found.path.parent) == ("generic", cache.BUILT)
 
 
+def test_all_levels_of_the_machine_are_compiled_ahead_also_those_that_cannot_run_here(empty, small, capsys):
+    assert compile_ahead(["--levels", "all", "--output", str(empty / "out")]) == 0
+    built = {path.name for path in (empty / "out").iterdir()}
+    assert built == {build.file_name(level) for level in levels.of_this_machine()}
+    assert "generic" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        compile_ahead(["--levels", "abacus"])
+    assert "any of avx512bf16,avx512,avx2,generic, expected, got 'abacus'" in capsys.readouterr().err
+
+
 def test_a_broken_compiler_is_named_with_its_first_error(empty, small, monkeypatch):
     broken = empty / "broken-cxx"
     broken.write_text("#!/bin/sh\necho 'warm up' >&2; echo 'x.cpp:1: error: out of order' >&2; exit 3\n")
