@@ -56,7 +56,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: an object was expected, got {type(content).__name__}")
@@ -99,13 +99,20 @@ def _read_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name. Files of their own win over the tokenizer's config, and that over chat_template.json."""
     files = {DEFAULT_TEMPLATE: path / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
-    found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    found = {name: _read_template(file) for name, file in files.items() if file.is_file()}
     if found:
         return found
-    inside = config.get("chat_template")
-    if inside is None:
-        inside = _read_json(path / "chat_template.json").get("chat_template")
-    return templates_of(inside, path / "tokenizer_config.json")
+    if (inside := config.get("chat_template")) is not None:
+        return templates_of(inside, path / "tokenizer_config.json")
+    file = path / "chat_template.json"
+    return templates_of(_read_json(file).get("chat_template"), file)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: not a text: {error}") from error
 
 
 def templates_of(value: Any, source: Path) -> dict[str, str]:
@@ -114,7 +121,8 @@ def templates_of(value: Any, source: Path) -> dict[str, str]:
         return {}
     if isinstance(value, str):
         return {DEFAULT_TEMPLATE: value}
-    try:
-        return {str(item["name"]): str(item["template"]) for item in value}
-    except (TypeError, KeyError) as error:
-        raise ModelError(f"{source}: chat_template: text or named templates expected, got {value!r}") from error
+    items = value if isinstance(value, list) else [value]
+    named = [(item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None) for item in items]
+    if not all(isinstance(part, str) for pair in named for part in pair):
+        raise ModelError(f"{source}: chat_template: text or named templates expected, got {value!r}")
+    return {str(name): str(template) for name, template in named}

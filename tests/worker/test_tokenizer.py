@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, decoders, processors
@@ -136,6 +137,10 @@ def test_the_digest_follows_what_decides_about_ids() -> None:
         ("tokenizer_config.json", "{", "tokenizer_config.json: not JSON"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json: an object was expected, got list"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "tokenizer_config.json: chat_template"),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json: not JSON"),
+        ("tokenizer_config.json", "\x00", "tokenizer_config.json: not JSON"),
+        ("tokenizer.json", "[" * 100_000, "tokenizer.json: not a tokenizer"),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}', "tokenizer.json: not a tok"),
     ],
 )
 def test_a_broken_file_of_the_tokenizer_is_named(tmp_path: Path, name: str, content: str | None, message: str) -> None:
@@ -196,6 +201,42 @@ class TestTemplatesOfAModel:
     def test_one_beside_the_config(self, model: Path) -> None:
         (model / "chat_template.json").write_text('{"chat_template": "J"}')
         assert load_tokenizer(model).chat_template == "J"
+
+    def test_each_place_wins_over_those_after_it(self, model: Path) -> None:
+        """As in transformers: files of their own replace what the config has, names and all."""
+        places = ["tokenizer_config.json", "chat_template.json"]
+        for place in reversed(places):
+            (model / place).write_text(json.dumps({"chat_template": place}))
+            assert load_tokenizer(model).chat_templates == {"default": place}
+        (model / "additional_chat_templates").mkdir()
+        (model / "additional_chat_templates" / "rag.jinja").write_text("R")
+        assert load_tokenizer(model).chat_templates == {"rag": "R"}
+        (model / "chat_template.jinja").write_text("D")
+        assert load_tokenizer(model).chat_templates == {"default": "D", "rag": "R"}
+
+    def test_named_ones_in_a_file_of_their_own_and_in_gguf(self, model: Path) -> None:
+        named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+        (model / "chat_template.json").write_text(json.dumps({"chat_template": named}))
+        assert load_tokenizer(model).chat_templates == {"default": "D", "tool_use": "T"}
+        fields = fixtures.byte_level_fields(chat_template="D")
+        path = fixtures.write_gguf(model / "m.gguf", **fields)
+        assert load_tokenizer(path).chat_templates == {"default": "D"}
+
+    @pytest.mark.parametrize(
+        "value", [5, True, {}, {"name": "x"}, [[]], ["x"], [{"name": 1, "template": "T"}]], ids=str
+    )
+    @pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.json"])
+    def test_what_is_no_template_is_refused_by_its_place(self, model: Path, place: str, value: Any) -> None:
+        (model / place).write_text(json.dumps({"chat_template": value}))
+        with pytest.raises(ModelError, match=rf"{place}: chat_template: text or named templates expected"):
+            load_tokenizer(model)
+
+    @pytest.mark.parametrize("file", ["chat_template.jinja", "additional_chat_templates/x.jinja"])
+    def test_a_template_that_is_no_text_is_refused_by_name(self, model: Path, file: str) -> None:
+        (model / file).parent.mkdir(exist_ok=True)
+        (model / file).write_bytes(b"\xff\xfe")
+        with pytest.raises(ModelError, match=rf"{file}: not a text"):
+            load_tokenizer(model)
 
     def test_none_and_none_that_is_the_default(self, model: Path) -> None:
         assert load_tokenizer(model).chat_template is None
