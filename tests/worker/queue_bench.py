@@ -13,7 +13,7 @@ from worker.queue import Claimed, ClaimReply, Queue
 from worker.rows import Answer, AppendRow, FinishRow
 
 MODEL = "digest"
-SECONDS = 10.0  # the bound of every wait
+SECONDS = 30.0  # the bound of every wait: a busy machine may start a process in ten
 DONE = encode_event(Done(finish_reason="stop", stop=None, text="", usage=Usage(), timings=Timings()))
 
 
