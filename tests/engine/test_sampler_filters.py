@@ -69,6 +69,17 @@ def test_a_nucleus_ends_where_its_definition_says_by_head_and_by_search(kind, si
         assert filters._search(scores, weighed, target).item() == defined
 
 
+@pytest.mark.parametrize("kind", ["flat", "peaked", "normal"])
+def test_weights_are_whole_numbers_so_that_sums_are_exact_in_any_order(kind):
+    weighed = filters._weights(scores_of(kind, WORDS))[0]
+    assert torch.equal(weighed, weighed.floor())
+    assert weighed.max().item() == 2**35
+    exact = sum(map(int, weighed.tolist()))
+    assert exact < 2**53
+    for order in (weighed, weighed.flip(0), weighed.sort().values):
+        assert int(order.sum(dtype=torch.float64)) == int(order.cumsum(0, dtype=torch.float64)[-1]) == exact
+
+
 @pytest.mark.parametrize("size", [3, 65, 1000])
 def test_a_nucleus_at_its_very_edge_is_exact(size):
     """One token of weight 1 and two of weight 1/2: the first alone is exactly half, and a bit more needs the others."""
