@@ -67,6 +67,18 @@ def test_a_row_is_not_haunted_by_who_had_its_slot_before():
         assert after == draw(fresh, logits, [open_row(fresh, 0, sampling)], [1]).ids.item()
 
 
+@pytest.mark.parametrize("what", ["biases", "ends"])
+def test_a_short_list_beside_a_long_one_holds_nothing_of_who_had_its_row_before(what):
+    def opened(row: int, ids: tuple[int, ...]):
+        asked = {"logit_bias": dict.fromkeys(ids, -50.0)} if what == "biases" else {"min_tokens": 5}
+        return open_row(sampler, row, SamplingParams(temperature=0.0, **asked), end_ids=ids if what == "ends" else ())
+
+    sampler = Sampler(2, 160, CPU)
+    logits = -torch.arange(160.0).expand(2, -1) / 100
+    opened(0, (0, 1, 2))
+    assert draw(sampler, logits, [opened(0, (9,)), opened(1, (0, 1, 3))], [1, 1]).ids.tolist() == [0, 2]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_broken_row_says_so_and_its_neighbours_do_not_notice(value):
     mixed = Mixed(1, 160, 8)
