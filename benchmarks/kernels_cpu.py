@@ -20,8 +20,9 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.environment import describe
-from kernels.cpu.backend import CpuBackend, PackedLinear
+from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import Library, Missing, load
+from kernels.cpu.linear import PackedLinear
 from kernels.cpu.memory import Arena
 from kernels.cpu.threads import physical_cores
 

@@ -7,6 +7,7 @@ from msgspec import Struct
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "torch", "cpu"]
+Quantize = Literal["none", "int8", "int4"]
 
 
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}  # how long running streams wait while a step takes in a new prompt
@@ -36,4 +37,5 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     threads: int | None = None  # None: the CPUs this process may use
+    quantize: Quantize = "none"  # keep weights in 8 or 4 bits, on a CPU with the C++ kernels
     kernels: Kernels = "auto"  # who computes on a CPU: C++ where it serves ("cpu": it must), else plain torch

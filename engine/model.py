@@ -41,7 +41,7 @@ class Decoder:
         self._layers = [load_layer(config, loader, backend, number) for number in range(config.layers)]
         norm = loader.tensor("model.norm.weight", config.hidden_size)
         self._norm = norm.float() + 1 if config.unit_offset else norm
-        self._head = tied_head or backend.prepare_linear(self._load_vocabulary(loader, HEAD))
+        self._head = tied_head or backend.prepare_vocabulary(self._load_vocabulary(loader, HEAD))[1]
         self._rotations = [
             Rotation(rope, config.head_dim, max_positions, max_rows, norm.device) for rope in config.ropes
         ]
@@ -110,10 +110,10 @@ class Decoder:
         """The embedding and, where it is tied to it, the head."""
         weight = self._load_vocabulary(loader, "model.embed_tokens.weight")
         if not self.config.tied:
-            return lambda ids: weight[ids], None
+            return self._backend.prepare_embedding(weight), None
         if loader.has(HEAD):
             loader.drop_tied(HEAD, weight)
-        return self._backend.prepare_tied(weight)
+        return self._backend.prepare_vocabulary(weight)
 
     def _load_vocabulary(self, loader: Loader, name: str) -> Tensor:
         return loader.tensor(name, self.config.vocab_size, self.config.hidden_size)

@@ -24,6 +24,7 @@ from kernels import AttentionBatch, Backend, Heads, select
 
 KERNEL_VERSION = 3  # part of `numerics`: raise it with any change that may change a bit of a result
 LOGIT_ROWS = 64  # prompt positions per vocabulary product: bounds the memory of prompt_logprobs
+WEIGHT_BITS = {"none": None, "int8": 8, "int4": 4}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -56,7 +57,7 @@ class Runner:
             self.dtype = DTYPES[self.model_config.dtype if config.dtype == "auto" else config.dtype]
             self.max_model_len = model_limit(self.model_config, config.max_model_len)
             self._backend = self._select(config)
-            loader = Loader(source, self.dtype, self.device)
+            loader = Loader(source, self.dtype, self.device, WEIGHT_BITS[config.quantize])
             rows = config.max_sequences + 1
             self.model = Decoder(self.model_config, loader, self._backend, self.max_model_len, rows)
             loader.close()
@@ -70,7 +71,7 @@ class Runner:
     def _select(self, config: EngineConfig) -> Backend:
         return select(
             kernels=config.kernels, deterministic=self.deterministic, device=self.device, dtype=self.dtype,
-            threads=config.threads, on_compile=self.on_compile,
+            threads=config.threads, quantize=config.quantize, on_compile=self.on_compile,
         )  # fmt: skip
 
     @property

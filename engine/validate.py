@@ -3,7 +3,7 @@
 import math
 from typing import get_args
 
-from engine.config import Device, Dtype, EngineConfig, Kernels
+from engine.config import Device, Dtype, EngineConfig, Kernels, Quantize
 from engine.request import MAX_LOGPROBS, MAX_SEED, Request, SamplingParams
 from engine.wire import EngineInfo
 
@@ -26,6 +26,7 @@ def validate_config(config: EngineConfig) -> None:
         "device": get_args(Device),
         "dtype": get_args(Dtype),
         "kernels": get_args(Kernels),
+        "quantize": get_args(Quantize),
         **dict.fromkeys(SWITCHES, ("auto", True, False)),
     }
     for name, values in choices.items():

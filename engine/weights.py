@@ -38,8 +38,9 @@ class Loader:
     Shapes are compared before memory is taken: a wrong number in a configuration must not cost a terabyte.
     """
 
-    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device) -> None:
-        self._source = source
+    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, bits: int | None = None) -> None:
+        """`bits`: matrices are kept in so many later, and come in float32 until then."""
+        self._source, self._bits = source, bits
         self._left = source.names()
         self._dtype, self._device = dtype, device
         self.bytes = 0  # of all parameters so far
@@ -55,13 +56,14 @@ class Loader:
         for name, rows in parts:
             self._take(name, [rows, *columns])
         shape = (sum(rows for _, rows in parts), *columns)
-        parameter = torch.empty(shape, dtype=self._dtype, device=self._device)
+        rounded = self._bits is not None and len(shape) == 2
+        parameter = torch.empty(shape, dtype=torch.float32 if rounded else self._dtype, device=self._device)
         first = 0
         for name, rows in parts:
             self._source.copy(name, parameter[first : first + rows])
             first += rows
         self._refuse_infinite(parameter, [name for name, _ in parts])
-        self.bytes += parameter.nbytes
+        self.bytes += parameter.numel() * (self._bits or 0) // 8 if rounded else parameter.nbytes
         return parameter
 
     def drop_tied(self, name: str, twin: Tensor) -> None:

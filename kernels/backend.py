@@ -28,8 +28,10 @@ class Backend(Protocol):
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
-    def prepare_tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
-        """The embedding [vocabulary, hidden] and the head that is tied to it; they may share one copy of the weight."""
+    def prepare_embedding(self, weight: Tensor) -> Embedding: ...
+
+    def prepare_vocabulary(self, weight: Tensor) -> tuple[Embedding, Linear]:
+        """The rows of a head's weight [vocabulary, hidden], for embeddings tied to it, and the head: of one copy."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -66,8 +68,11 @@ class TorchBackend:
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return prepare_linear(weight, bias, deterministic=self._deterministic)
 
-    def prepare_tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
-        return lambda ids: weight[ids], self.prepare_linear(weight)
+    def prepare_embedding(self, weight: Tensor) -> Embedding:
+        return lambda ids: weight[ids]
+
+    def prepare_vocabulary(self, weight: Tensor) -> tuple[Embedding, Linear]:
+        return self.prepare_embedding(weight), self.prepare_linear(weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype == x.dtype:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from engine.config import Device, Dtype, EngineConfig, Kernels
+from engine.config import Device, Dtype, EngineConfig, Kernels, Quantize
 from engine.request import MAX_SEED
 from gllm.keys import Keys
 
@@ -41,6 +41,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     threads: int | None = None
     kernels: Kernels = "auto"
+    quantize: Quantize = "none"
     seed: int = 0
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 9400
@@ -214,6 +215,11 @@ OPTIONS: tuple[Option, ...] = (
         name="kernels",
         read=choice("auto", "torch", "cpu"),
         help="Who computes on a CPU: cpu (C++ kernels), torch, or auto: C++ where it can be had.",
+    ),
+    Option(
+        name="quantize",
+        read=choice("none", "int8", "int4"),
+        help="Keep weights in 8 or 4 bits: less memory, faster, not the same replies; C++ kernels only.",
     ),
     Option(name="seed", read=integer(0, MAX_SEED), help="Enters the seed of jobs that give none."),
     Option(name="metrics_host", read=text, help="Address of /metrics, /livez and /readyz."),

@@ -10,70 +10,51 @@ from kernels.attention import AttentionBatch
 from kernels.backend import Embedding, TorchBackend
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.library import Library
+from kernels.cpu.linear import PER_UNIT, PackedLinear, QuantizedLinear
 from kernels.cpu.memory import Arena
 from kernels.linear import Linear
-
-COLUMNS = 32  # outputs of a packed panel, as linear.h has it
-PER_UNIT = {torch.float32: 1, torch.bfloat16: 2}  # the dtypes that there are kernels for, and how many make 4 bytes
-
-
-class PackedLinear:
-    """x [T, in] -> x @ weight.T + bias [T, out], for a weight that is kept in the kernels' layout only."""
-
-    def __init__(self, library: Library, arena: Arena, weight: Tensor, bias: Tensor | None) -> None:
-        self.outputs, self.inner = weight.shape
-        self.dtype, self.half = weight.dtype, int(weight.dtype == torch.bfloat16)
-        self.library = library
-        assert weight.is_contiguous()
-        assert bias is None or (bias.dtype == self.dtype and bias.shape == (self.outputs,))
-        self.bias = bias.contiguous() if bias is not None else None
-        panels, units = -(-self.outputs // COLUMNS), -(-self.inner // PER_UNIT[weight.dtype])
-        self.packed = arena.take(panels * units * COLUMNS)
-        library.pack(self.half, weight.data_ptr(), self.outputs, self.inner, self.packed.data_ptr())
-
-    def __call__(self, x: Tensor) -> Tensor:
-        assert x.dtype == self.dtype, (x.dtype, self.dtype)
-        assert x.dim() == 2, x.shape
-        assert x.shape[1] == self.inner, (x.shape, self.inner)
-        x = x if x.stride(1) == 1 else x.contiguous()
-        y = torch.empty(x.shape[0], self.outputs, dtype=self.dtype)
-        bias = self.bias.data_ptr() if self.bias is not None else None
-        self.library.linear(
-            self.half, x.data_ptr(), x.stride(0), len(x), self.packed.data_ptr(), self.inner, self.outputs,
-            bias, None, y.data_ptr(), self.outputs,
-        )  # fmt: skip
-        return y
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight [len(ids), in]: the embedding of a model whose head is tied to it."""
-        assert ids.dtype == torch.int64
-        assert not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < self.outputs, "token id out of range"
-        ids, found = ids.contiguous(), torch.empty(len(ids), self.inner, dtype=self.dtype)
-        self.library.unpack_rows(
-            self.half, self.packed.data_ptr(), self.inner, ids.data_ptr(), len(ids), found.data_ptr()
-        )
-        return found
 
 
 class CpuBackend(TorchBackend):
     """bfloat16 and float32 on a CPU."""
 
-    def __init__(self, library: Library, *, deterministic: bool, threads: int) -> None:
-        super().__init__(deterministic=deterministic, name=f"cpu-{library.level.name}")
-        self.library = library
+    def __init__(
+        self,
+        library: Library,
+        *,
+        deterministic: bool,
+        threads: int,
+        dtype: torch.dtype | None = None,
+        bits: int | None = None,
+    ) -> None:
+        """`bits`: keep weights in 8 or 4 bits; they come as float32 then, and `dtype` is that of rows."""
+        super().__init__(
+            deterministic=deterministic, name=f"cpu-{library.level.name}" + (f"-int{bits}" if bits else "")
+        )
+        self.library, self._dtype, self._bits = library, dtype, bits
         self._arena = Arena(library.advise_huge)
         library.set_threads(threads)
 
     @property
     def numerics(self) -> str:
-        return f"cpu-{self.library.numerics}"
+        return f"{self.name}-{self.library.numerics}"
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        return PackedLinear(self.library, self._arena, weight, bias)
+        return self._pack(weight, bias, self._bits)
 
-    def prepare_tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
-        packed = PackedLinear(self.library, self._arena, weight, None)
+    def prepare_embedding(self, weight: Tensor) -> Embedding:
+        return super().prepare_embedding(weight if self._dtype is None else weight.to(self._dtype))
+
+    def prepare_vocabulary(self, weight: Tensor) -> tuple[Embedding, Linear]:
+        """Never in fewer than 8 bits: what every token goes through twice costs more quality than it saves."""
+        packed = self._pack(weight, None, 8 if self._bits else None)
         return packed.rows, packed
+
+    def _pack(self, weight: Tensor, bias: Tensor | None, bits: int | None) -> PackedLinear:
+        dtype = self._dtype or weight.dtype
+        if bits is None:
+            return PackedLinear(self.library, self._arena, weight, bias, dtype)
+        return QuantizedLinear(self.library, self._arena, weight, bias, dtype, bits)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype != x.dtype:  # 1 + weight of a Gemma, kept in float32

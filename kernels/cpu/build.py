@@ -8,11 +8,19 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
 from kernels.cpu.levels import Level
+
+try:
+    import fcntl
+except ImportError:  # Windows: processes that start at once each build, and the last one's file stays
+    fcntl = None
 
 SOURCES = Path(__file__).with_name("src")
 FLAGS = (
@@ -56,22 +64,41 @@ def compiler() -> str:
 
 
 def compile_level(level: Level, folder: Path, extra: tuple[str, ...] = ()) -> Path:
-    """Build a level into `folder` and return the file. Several processes may do so at once. Raises BuildError."""
+    """Build a level into `folder`, unless it is there, and return the file. Raises BuildError.
+
+    Of several processes that ask at once, one builds and the others wait for it.
+    """
     target = folder / file_name(level)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
-            built = Path(scratch) / target.name
-            _run([compiler(), *_arguments(level), *extra, "-o", str(built)])
-            os.replace(built, target)
+        with _alone(folder / f".{target.name}.lock"):
+            if not target.exists():
+                _build(level, target, extra)
     except OSError as error:
         raise BuildError(f"{folder}: cannot be written: {error}") from None
     return target
 
 
-def _arguments(level: Level) -> list[str]:
-    name = f'-DGLLM_BUILD="{level.name}-{source_digest()}"'
-    return [*FLAGS, *level.flags, name, *map(str, sorted(SOURCES.glob("*.cpp")))]
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    with lock.open("w") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(level: Level, target: Path, extra: tuple[str, ...]) -> None:
+    """Compile the sources side by side, link them, and put the result in place at once: no reader sees half of it."""
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch, ThreadPoolExecutor() as pool:
+        name = f'-DGLLM_BUILD="{level.name}-{source_digest()}"'
+        command = [compiler(), *FLAGS, *level.flags, *extra]
+        sources = sorted(SOURCES.glob("*.cpp"))
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+        pairs = zip(sources, objects, strict=True)
+        list(pool.map(lambda pair: _run([*command, name, "-c", str(pair[0]), "-o", pair[1]]), pairs))
+        built = Path(scratch) / target.name
+        _run([*command, "-shared", *objects, "-o", str(built)])
+        os.replace(built, target)
 
 
 def _run(command: list[str]) -> None:

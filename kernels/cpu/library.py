@@ -5,7 +5,7 @@ Pointers are `Tensor.data_ptr()`; nothing here checks them: kernels/cpu/backend.
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,8 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "gllm_read": (P, I64, P),
     "gllm_pack": (I32, P, I64, I64, P),
     "gllm_unpack_rows": (I32, P, I64, P, I64, P),
+    "gllm_quantize": (I32, P, I64, I64, P),
+    "gllm_quantized_rows": (I32, I32, P, I64, P, I64, P),
     "gllm_linear": (I32, P, I64, I64, P, I64, I64, P, P, P, I64),
     "gllm_rms_norm": (I32, P, I64, I64, I64, I64, P, F32, P),
     "gllm_rope": (I32, P, I64, I64, I64, I64, P, P, P),
@@ -85,18 +87,17 @@ def _find(levels: list[Level], on_compile: Callable[[str], None]) -> Library | M
 
 
 def _open(level: Level) -> Library | None:
-    """The level from a file. One that cannot be loaded, say because it was cut short, counts as not there."""
-    for path in _files(level):
-        with suppress(OSError, AttributeError):
-            return Library(level, path)
-    return None
-
-
-def _files(level: Level) -> Iterator[Path]:
+    """The level from a file. One that cannot be loaded, say because it was cut short, is removed."""
     for folder in cache.folders():
         path = folder / file_name(level)
-        if path.exists():
-            yield path
+        if not path.exists():
+            continue
+        try:
+            return Library(level, path)
+        except (OSError, AttributeError):
+            with suppress(OSError):
+                path.unlink()
+    return None
 
 
 def _compile(level: Level, on_compile: Callable[[str], None]) -> Library:

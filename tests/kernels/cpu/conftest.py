@@ -9,6 +9,7 @@ from kernels.cpu.backend import CpuBackend
 from kernels.cpu.build import BuildError, compiler
 
 LEVELS = [level.name for level in levels.usable()]
+EXTRA = set(LEVELS[1:]) & {"avx512"}  # what differs of it is in the levels above and below: compiled in long runs only
 
 
 def make_backend(level: str, threads: int = 2) -> CpuBackend:
@@ -39,4 +40,6 @@ def pool_threads(cpu: CpuBackend) -> Iterator[Callable[[int], None]]:
     cpu.library.set_threads(2)
 
 
-every_level = pytest.mark.parametrize("cpu", LEVELS, indirect=True)
+every_level = pytest.mark.parametrize(
+    "cpu", [pytest.param(name, marks=[pytest.mark.slow] if name in EXTRA else []) for name in LEVELS], indirect=True
+)

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu.backend import CpuBackend, PackedLinear
+from kernels.cpu.backend import CpuBackend
+from kernels.cpu.linear import PackedLinear
 from kernels.rows import cancelling
 from tests.kernels.cpu.conftest import every_level
 
@@ -28,7 +29,7 @@ def compute(linear: PackedLinear, x: Tensor, residual: Tensor | None = None) -> 
     field[margin : margin + rows, :outputs] = float("nan") if residual is None else residual
     y = field[margin : margin + rows, :outputs]
     linear.library.linear(
-        linear.half, x.data_ptr(), x.stride(0), rows, linear.packed.data_ptr(), linear.inner, outputs,
+        linear.format, x.data_ptr(), x.stride(0), rows, linear.packed.data_ptr(), linear.inner, outputs,
         linear.bias.data_ptr() if linear.bias is not None else None, y.data_ptr() if residual is not None else None,
         y.data_ptr(), field.stride(0),
     )  # fmt: skip
@@ -93,14 +94,14 @@ def test_a_residual_is_added_before_the_rounding(cpu, dtype, shape):
 @shapes
 def test_the_packed_weight_gives_its_rows_back_exactly(cpu, dtype, shape):
     weight = random_tensor(shape[1], shape[0], dtype=dtype)
-    embed, head = cpu.prepare_tied(weight)
+    embed, head = cpu.prepare_vocabulary(weight)
     ids = torch.randint(0, shape[1], (50,), generator=torch.Generator().manual_seed(0))
     assert torch.equal(embed(ids), weight[ids])
     assert torch.equal(head(embed(ids)), cpu.prepare_linear(weight)(weight[ids]))
 
 
 def test_a_token_id_outside_the_vocabulary_is_refused(cpu):
-    embed, _ = cpu.prepare_tied(random_tensor(40, 8))
+    embed, _ = cpu.prepare_vocabulary(random_tensor(40, 8))
     for wrong in (-1, 40):
         with pytest.raises(AssertionError, match="token id out of range"):
             embed(torch.tensor([3, wrong]))

@@ -1,0 +1,118 @@
+// y = x W^T (+ bias, + residual): how the work is cut, whatever the number format.
+//
+// Rows are packed for the time of a call, in blocks of rows that are computed at once; blocks of one tile take their
+// panel's weights piece by piece, so that they stay in the first cache for all of them.
+#pragma once
+#include <cstdlib>
+
+#include "linear.h"
+#include "pool.h"
+
+namespace gllm {
+
+constexpr int64_t PIECE_BYTES = 32768;  // weights of a piece: two thirds of a first-level cache
+constexpr int64_t TILE_ROWS = 126;      // their sums are 16 KiB
+constexpr int64_t AHEAD_BYTES = 8192;   // how far ahead memory is asked for when there is one block of rows
+
+inline int64_t divide_up(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+// Memory of the calling thread that grows and stays.
+inline char* scratch(int64_t bytes) {
+  static thread_local char* memory = nullptr;
+  static thread_local int64_t size = 0;
+  if (bytes > size) {
+    free(memory);
+    size = divide_up(bytes, 4096) * 4096;
+    memory = static_cast<char*>(aligned_alloc(64, size));
+    if (!memory) abort();
+  }
+  return memory;
+}
+
+// The arguments of a product. x [rows][inner] and y [rows][outputs] have rows `x_stride` and `y_stride` elements apart;
+// bias [outputs] and residual (laid out as y, and may be y) may be null.
+template <class T>
+struct Operands {
+  const T* x;
+  int64_t x_stride, rows;
+  const char* weight;
+  int64_t inner, outputs;
+  const T *bias, *residual;
+  T* y;
+  int64_t y_stride;
+};
+
+template <class Format, class T>
+struct Product : Operands<T> {
+  using Base = Operands<T>;
+  using Base::bias, Base::inner, Base::outputs, Base::residual, Base::rows, Base::weight, Base::x, Base::x_stride;
+  using Base::y, Base::y_stride;
+
+  static constexpr int64_t ROWS = Format::ROWS, TILE_BLOCKS = TILE_ROWS / ROWS;
+  static constexpr int64_t PIECE_STEPS = PIECE_BYTES / Format::WEIGHT_BYTES;
+
+  explicit Product(const Base& operands) : Base(operands) {}
+
+  int64_t steps = divide_up(inner, Format::ELEMENTS);
+  int64_t height = divide_up(rows, divide_up(rows, ROWS));
+  int64_t blocks = divide_up(rows, height);
+  int64_t block_bytes = steps * height * Format::ROW_BYTES;
+  int64_t tiles_down = divide_up(blocks, TILE_BLOCKS);
+  char* packed = scratch(blocks * block_bytes);
+
+  void run() {
+    if (rows > ROWS)
+      parallel_for(blocks, [&](int64_t block) { pack_block(block); });
+    else
+      pack_block(0);
+    parallel_for(divide_up(outputs, COLUMNS) * tiles_down, [&](int64_t tile) {
+      compute(tile / tiles_down, tile % tiles_down * TILE_BLOCKS);
+    });
+  }
+
+  int64_t rows_of(int64_t block) const { return block + 1 < blocks ? height : rows - block * height; }
+
+  void pack_block(int64_t block) {
+    for (int64_t row = 0; row < rows_of(block); row++)
+      Format::pack_row(x + (block * height + row) * x_stride, inner, packed + block * block_bytes, row, height);
+  }
+
+  // All outputs of a panel for the blocks of a tile. While a piece is used, the next one is fetched.
+  void compute(int64_t panel, int64_t first_block) {
+    alignas(64) float sums[TILE_BLOCKS * ROWS * COLUMNS];
+    const int64_t end = first_block + TILE_BLOCKS < blocks ? first_block + TILE_BLOCKS : blocks;
+    const int64_t count = end - first_block, most = count == 1 ? steps : PIECE_STEPS;
+    for (int64_t step = 0; step < steps; step += most) {
+      const char* w = weight + (panel * steps + step) * Format::WEIGHT_BYTES;
+      Piece piece{w, nullptr, height, step + most < steps ? most : steps - step, nullptr, Format::WEIGHT_BYTES / count};
+      const char* next = w + (count == 1 ? AHEAD_BYTES : piece.steps * Format::WEIGHT_BYTES);
+      for (int64_t block = 0; block < count; block++) {
+        piece.x = packed + (first_block + block) * block_bytes + step * height * Format::ROW_BYTES;
+        piece.ahead = next + block * piece.steps * piece.fetch;
+        add_steps<Format>(rows_of(first_block + block), sums + block * height * COLUMNS, piece, step == 0);
+      }
+    }
+    finish(panel * COLUMNS, first_block * height, (end == blocks ? rows : end * height) - first_block * height, sums);
+  }
+
+  void finish(int64_t column, int64_t first_row, int64_t count, const float* sums) {
+    const int64_t width = outputs - column < COLUMNS ? outputs - column : COLUMNS;
+    for (int64_t row = 0; row < count; row++)
+      for (int64_t at = 0; at < width; at += W)
+        finish_vector(sums + row * COLUMNS + at, (first_row + row) * y_stride, column + at, width - at);
+  }
+
+  void finish_vector(const float* sums, int64_t row, int64_t column, int64_t left) {
+    vf sum = load(sums);
+    if (left < W) {
+      if (bias) sum += load_part(bias + column, left);
+      if (residual) sum += load_part(residual + row + column, left);
+      return store_part(y + row + column, sum, left);
+    }
+    if (bias) sum += load(bias + column);
+    if (residual) sum += load(residual + row + column);
+    store(y + row + column, sum);
+  }
+};
+
+}  // namespace gllm
