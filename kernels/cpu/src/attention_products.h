@@ -1,0 +1,285 @@
+// Products of some query rows with one tile of keys, and of weights with its values.
+//
+// Each output has one accumulator, which takes its products in the order of their index; lanes hold different outputs. So
+// a row's bits depend on the row and the tile alone, not on the rows beside it. Keys that a row does not see have the
+// weight zero, and adding zeros at the end changes no sum: blocks of rows need not agree on where they stop.
+#pragma once
+#include <algorithm>
+#include <utility>
+
+#include "vec.h"
+
+namespace gllm {
+namespace {
+
+constexpr int KEYS = 128;  // of a tile: fewer cost more merges, more do not stay in the caches beside their values
+
+// How many rows and vectors a product holds in registers at once.
+#if defined(__AVX512F__)
+constexpr int BLOCK_ROWS = 6, BLOCK_VECTORS = 4;
+#elif defined(__ARM_NEON)
+constexpr int BLOCK_ROWS = 4, BLOCK_VECTORS = 4;
+#else
+constexpr int BLOCK_ROWS = 4, BLOCK_VECTORS = 2;
+#endif
+
+inline int divide_up(int count, int size) { return (count + size - 1) / size; }
+inline int round_up(int count, int size) { return divide_up(count, size) * size; }
+
+template <class Vector, class T>
+inline Vector read(const T* from) {
+  Vector x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+
+template <class Vector, class T>
+inline void write(T* to, Vector x) {
+  memcpy(to, &x, sizeof x);
+}
+
+// -- what products are made of ----------------------------------------------------------------------------------------
+
+// An element is 4 bytes along the axis that is summed over: PER_ELEMENT values of a cache of `Stored`.
+template <class T>
+struct WholeKeys {
+  using Stored = T;
+  using Weight = float;
+  static constexpr int PER_ELEMENT = 1;
+  static vu read(const T* from) { return bits(load(from)); }
+  static vu read(const T* from, int left) { return bits(left < W ? load_part(from, left) : load(from)); }
+  // PER_ELEMENT keys' values from column d on, as elements.
+  static void weave(const T* const* values, int d, int left, vu (&out)[1]) { out[0] = read(values[0] + d, left); }
+  static vf add(vf sum, vu columns, uint32_t row) { return fma(floats(columns), floats(splat(row)), sum); }
+  // Stores weights and returns what was stored.
+  static vf keep(float* to, vf weights) {
+    store(to, weights);
+    return weights;
+  }
+};
+
+using Float32Keys = WholeKeys<float>;
+
+#if defined(__AVX512BF16__)
+// Weights are rounded to bfloat16, as in every flash attention; their sum is of the rounded ones, so that equal values
+// have themselves for an average.
+struct Bfloat16Keys {
+  using Stored = bf16;
+  using Weight = bf16;
+  static constexpr int PER_ELEMENT = 2;
+  static vu read(const bf16* from) { return gllm::read<vu>(from); }
+  static vu read(const bf16* from, int left) {
+    return left < 2 * W ? (vu)_mm512_maskz_loadu_epi16((uint32_t{1} << left) - 1, from) : read(from);
+  }
+  static void weave(const bf16* const* values, int d, int left, vu (&out)[2]) {
+    weave(read(values[0] + d, left), read(values[1] + d, left), std::make_index_sequence<2 * W>(), out);
+  }
+  template <size_t... LANE>
+  static void weave(vu x, vu y, std::index_sequence<LANE...>, vu (&out)[2]) {
+    alignas(64) static constexpr uint16_t turns[2][2 * W] = {{(LANE / 2 + LANE % 2 * 2 * W)...},
+                                                             {(W + LANE / 2 + LANE % 2 * 2 * W)...}};
+    for (int half = 0; half < 2; half++)
+      out[half] = (vu)_mm512_permutex2var_epi16((__m512i)x, _mm512_load_si512(turns[half]), (__m512i)y);
+  }
+  static vf add(vf sum, vu columns, uint32_t row) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)columns, (__m512bh)splat(row));
+  }
+  static vf keep(bf16* to, vf weights) {
+    vh rounded = (vh)_mm512_cvtneps_pbh(weights);
+    write(to, rounded);
+    return floats(__builtin_convertvector(rounded, vu) << 16);
+  }
+};
+#else
+using Bfloat16Keys = WholeKeys<bf16>;
+#endif
+
+// -- packing ----------------------------------------------------------------------------------------------------------
+
+struct Range {  // of keys in a tile
+  int begin, end;
+};
+
+// Where a head's keys and values of a tile lie, up to `end`, a multiple of W.
+template <class T>
+struct Rows {
+  const T* keys[KEYS];
+  const T* values[KEYS];
+  int end = 0;
+};
+
+// Asks for the rows that come next, a few at a time while others are computed with: the processor's own prefetching
+// knows nothing of blocks, and many requests at once would hold it up.
+template <class T>
+class Ahead {
+ public:
+  Ahead(const Rows<T>& rows, int width) : rows_(rows), width_(width) {}
+
+  void ask(int keys) {
+    for (const int end = std::min(rows_.end, next_ + keys); next_ < end; next_++)
+      for (int at = 0; at < width_; at += 64 / sizeof(T)) {
+        __builtin_prefetch(rows_.keys[next_] + at);
+        __builtin_prefetch(rows_.values[next_] + at);
+      }
+  }
+
+ private:
+  const Rows<T>& rows_;
+  int width_, next_ = 0;
+};
+
+#if defined(__clang__)
+#define GLLM_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define GLLM_SHUFFLE(x, y, ...) __builtin_shuffle(x, y, vu{__VA_ARGS__})
+#endif
+
+// One step of a transposition: x and y exchange the blocks of STEP lanes that lie off the diagonal.
+template <int STEP, size_t... LANE>
+inline void exchange(vu& x, vu& y, std::index_sequence<LANE...>) {
+  vu low = GLLM_SHUFFLE(x, y, (LANE & STEP ? W + LANE - STEP : LANE)...);
+  y = GLLM_SHUFFLE(x, y, (LANE & STEP ? W + LANE : LANE + STEP)...);
+  x = low;
+}
+
+template <int STEP = 1>
+inline void transpose(vu (&rows)[W]) {
+#pragma GCC unroll 16
+  for (int row = 0; row < W; row++)
+    if (!(row & STEP)) exchange<STEP>(rows[row], rows[row + STEP], std::make_index_sequence<W>());
+  if constexpr (STEP * 2 < W) transpose<STEP * 2>(rows);
+}
+
+// W keys from column d on, turned: one vector of keys per element.
+template <class M>
+inline void turn(const typename M::Stored* const* keys, int d, int left, vu (&block)[W]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) block[i] = M::read(keys[i] + d, left);
+  transpose(block);
+}
+
+// Keys -> [width / PER_ELEMENT][KEYS] elements, zeros beyond the width.
+template <class M>
+void pack_keys(const Rows<typename M::Stored>& rows, int width, uint32_t* out) {
+  for (int key = 0; key < rows.end; key += W, out += W)
+    for (int d = 0; d < width; d += W * M::PER_ELEMENT) {
+      vu block[W];
+      turn<M>(rows.keys + key, d, width - d, block);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; i++) write(out + (d / M::PER_ELEMENT + i) * KEYS, block[i]);
+    }
+}
+
+// Values -> [KEYS / PER_ELEMENT][columns] elements, zeros beyond the width.
+template <class M>
+void pack_values(const Rows<typename M::Stored>& rows, int width, int columns, uint32_t* out) {
+  for (int key = 0; key < rows.end; key += M::PER_ELEMENT, out += columns)
+    for (int d = 0; d < width; d += W * M::PER_ELEMENT) {
+      vu block[M::PER_ELEMENT];
+      M::weave(rows.values + key, d, width - d, block);
+      for (int i = 0; i < M::PER_ELEMENT; i++) write(out + d + i * W, block[i]);
+    }
+}
+
+// -- products ---------------------------------------------------------------------------------------------------------
+
+// out [rows][columns] = rows [rows][depth] x columns [depth][columns], in elements; distances between rows in elements.
+struct Product {
+  const uint32_t* rows;
+  int row_stride;
+  const uint32_t* columns;
+  int column_stride;
+  float* out;
+  int out_stride;
+  int depth;
+};
+
+template <class M, int ROWS, int VECTORS>
+void multiply_block(const Product& p, int vector) {
+  vf sums[ROWS][VECTORS] = {};
+  const uint32_t* column = p.columns + vector * W;
+  for (int k = 0; k < p.depth; k++, column += p.column_stride) {
+    vu columns[VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) columns[v] = read<vu>(column + v * W);
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) sums[row][v] = M::add(sums[row][v], columns[v], p.rows[row * p.row_stride + k]);
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) store(p.out + row * p.out_stride + (vector + v) * W, sums[row][v]);
+}
+
+template <class M, int ROWS, int VECTORS = BLOCK_VECTORS>
+void multiply_vectors(const Product& p, int vector, int end) {
+  for (; vector + VECTORS <= end; vector += VECTORS) multiply_block<M, ROWS, VECTORS>(p, vector);
+  if constexpr (VECTORS > 1) multiply_vectors<M, ROWS, VECTORS - 1>(p, vector, end);
+}
+
+// For `rows` rows and `vectors` vectors of columns.
+template <class M, int ROWS = BLOCK_ROWS>
+void multiply(Product p, int rows, int vectors) {
+  for (; rows >= ROWS; rows -= ROWS, p.rows += ROWS * p.row_stride, p.out += ROWS * p.out_stride)
+    multiply_vectors<M, ROWS>(p, 0, vectors);
+  if constexpr (ROWS > 1)
+    if (rows) multiply<M, ROWS - 1>(p, rows, vectors);
+}
+
+// -- products of few rows ---------------------------------------------------------------------------------------------
+
+// As `multiply` with what the packing functions make, sum by sum, but without its detour through memory: for few rows
+// that would take longer than the products.
+
+constexpr int FEW_ROWS = 12;
+
+// products [ROWS][KEYS] = queries [ROWS][stride] x keys.
+template <class M, int ROWS>
+void multiply_keys(const Rows<typename M::Stored>& rows, const uint32_t* queries, int stride, int width,
+                   float* products, Ahead<typename M::Stored>& ahead) {
+  for (int key = 0; key < rows.end; key += W) {
+    vf sums[ROWS] = {};
+    for (int d = 0; d < width; d += W * M::PER_ELEMENT) {
+      vu block[W];
+      turn<M>(rows.keys + key, d, width - d, block);
+      ahead.ask(1);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; i++)
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++)
+          sums[row] = M::add(sums[row], block[i], queries[row * stride + d / M::PER_ELEMENT + i]);
+    }
+    for (int row = 0; row < ROWS; row++) store(products + row * KEYS + key, sums[row]);
+  }
+}
+
+// out [ROWS][columns] = weights [ROWS][KEYS / PER_ELEMENT] x values, PARTS vectors of elements at a time.
+template <class M, int ROWS, int PARTS>
+void multiply_values(const Rows<typename M::Stored>& rows, const uint32_t* weights, int width, float* out, int columns,
+                     Ahead<typename M::Stored>& ahead) {
+  constexpr int N = M::PER_ELEMENT, STEP = W * N;
+  for (int d = 0; d < width; d += PARTS * STEP) {
+    vf sums[ROWS][PARTS * N] = {};
+    for (int key = 0; key < rows.end; key += N) {
+#pragma GCC unroll 4
+      for (int part = 0; part < PARTS; part++) {
+        vu block[N];
+        if (d + part * STEP < width) M::weave(rows.values + key, d + part * STEP, width - d - part * STEP, block);
+        else std::fill_n(block, N, vu{});
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 2
+          for (int i = 0; i < N; i++)
+            sums[row][part * N + i] = M::add(sums[row][part * N + i], block[i], weights[row * (KEYS / N) + key / N]);
+      }
+      ahead.ask(1);
+    }
+    for (int row = 0; row < ROWS; row++)
+      for (int v = 0; v < PARTS * N && d + v * W < columns; v++) store(out + row * columns + d + v * W, sums[row][v]);
+  }
+}
+
+}  // namespace
+}  // namespace gllm

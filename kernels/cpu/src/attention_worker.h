@@ -1,0 +1,248 @@
+// Attention of one task: some queries of a sequence, some heads, some tiles of keys. See attention.cpp.
+#pragma once
+#include <atomic>
+#include <cstdlib>
+#include <vector>
+
+#include "attention_softmax.h"
+
+namespace gllm {
+namespace {
+
+constexpr int MOST_WIDTH = 1024;  // of a head
+
+// As kernels/cpu/attention.py lays it out. Strides are in elements.
+struct Attention {
+  const void* q;
+  const void* kv;
+  void* out;
+  const int64_t* tables;
+  const int32_t *counts, *lengths;
+  int64_t q_token, q_head;
+  int64_t kv_values, kv_block, kv_head, kv_key;
+  int64_t table_stride;
+  int32_t sequences, kv_heads, group, width, block_size;
+  int32_t window;  // 0: none
+  Scoring scoring;
+};
+
+int padded(int width) { return round_up(width, 2 * W); }
+
+// Some query positions of one sequence, some key/value heads, and the tiles that these queries see.
+struct Unit {
+  int sequence, token, position, queries;
+  int head, heads;
+  int first_tile, end_tile;
+
+  int tiles() const { return end_tile - first_tile; }
+  int64_t work() const { return static_cast<int64_t>(tiles()) * queries * heads; }
+};
+
+// The results of a unit's tiles when several tasks make them; who makes the last merges them all.
+struct Shared {
+  Shared(const Unit& unit, int rows, int columns, int tasks)
+      : first(unit.first_tile), rows(rows), columns(columns), missing(tasks),
+        memory(unit.tiles() * Result::floats(rows, columns)) {}
+
+  Result tile(int number) {
+    return Result::in(&memory[(number - first) * Result::floats(rows, columns)], rows, columns);
+  }
+  bool last() { return missing.fetch_sub(1, std::memory_order_acq_rel) == 1; }
+
+  int first, rows, columns;
+  std::atomic<int> missing;
+  std::vector<float> memory;
+};
+
+struct Task {
+  Unit unit;
+  int first_tile, end_tile;
+  Shared* shared;  // null: the task makes all tiles of its unit
+};
+
+template <class T>
+class Scratch {  // grows and stays
+ public:
+  ~Scratch() { free(memory_); }
+  T* get(int64_t count) {
+    if (count > size_) {
+      free(memory_);
+      size_ = (count + 1023) / 1024 * 1024;
+      memory_ = static_cast<T*>(aligned_alloc(64, size_ * sizeof(T)));
+      if (!memory_) abort();
+    }
+    return memory_;
+  }
+
+ private:
+  T* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// The keys of a tile that a query at `position` sees.
+Range seen_by(const Attention& call, int position, int tile) {
+  const int base = tile * KEYS, first = call.window ? position + 1 - call.window : 0;
+  return {std::clamp(first - base, 0, KEYS), std::clamp(position + 1 - base, 0, KEYS)};
+}
+
+// Where a tile's keys lie in the cache that some query of a unit sees; no other memory is read: 0 x NaN would be NaN.
+template <class T>
+struct Place {
+  const T* cache;
+  Range seen;
+  int64_t offsets[KEYS];
+
+  Place(const Attention& call, const Unit& unit, int tile) : cache(static_cast<const T*>(call.kv)) {
+    seen = {seen_by(call, unit.position, tile).begin, seen_by(call, unit.position + unit.queries - 1, tile).end};
+    const int first = tile * KEYS + seen.begin;
+    const int64_t* block = call.tables + unit.sequence * call.table_stride + first / call.block_size;
+    int inside = first % call.block_size;
+    for (int key = seen.begin; key < seen.end; key++) {
+      offsets[key] = *block * call.kv_block + inside * call.kv_key;
+      if (++inside == call.block_size) inside = 0, block++;
+    }
+  }
+
+  // The rows of one head; zeros up to a whole vector of keys.
+  void find(const Attention& call, int head, Rows<T>& rows) const {
+    alignas(64) static const T zeros[MOST_WIDTH] = {};
+    rows.end = round_up(seen.end, W);
+    std::fill_n(rows.keys, rows.end, zeros);
+    std::fill_n(rows.values, rows.end, zeros);
+    const T* keys = cache + head * call.kv_head;
+    for (int key = seen.begin; key < seen.end; key++) {
+      rows.keys[key] = keys + offsets[key];
+      rows.values[key] = keys + offsets[key] + call.kv_values;
+    }
+  }
+};
+
+// Computes tasks; holds the memory for it.
+template <class M>
+class Worker {
+  using T = typename M::Stored;
+
+ public:
+  // `next` is what this thread may get next, to ask for its first keys.
+  void run(const Attention& call, const Task& task, const Task& next) {
+    begin(call, task.unit);
+    if (!task.shared) total_.clear(rows_ * unit_.heads);
+    Place<T> now(call, unit_, task.first_tile);
+    now.find(call, unit_.head, found_[0]);
+    int turn = 0;
+    for (int tile = task.first_tile; tile < task.end_tile; tile++) {
+      const bool last = tile + 1 == task.end_tile;
+      const Unit& after = last ? next.unit : unit_;
+      const Place<T> then(call, after, last ? next.first_tile : tile + 1);
+      for (int head = 0; head < unit_.heads; head++, turn ^= 1) {
+        if (head + 1 < unit_.heads) now.find(call, unit_.head + head + 1, found_[turn ^ 1]);
+        else then.find(call, after.head, found_[turn ^ 1]);
+        Ahead<T> ahead(found_[turn ^ 1], call.width);
+        attend_tile(call, tile, head, found_[turn], task.shared, ahead);
+      }
+      now = then;
+    }
+    if (task.shared && !task.shared->last()) return;
+    if (task.shared) merge_all(*task.shared);
+    finish(call);
+  }
+
+ private:
+  void begin(const Attention& call, const Unit& unit) {
+    unit_ = unit;
+    rows_ = unit.queries * call.group;
+    columns_ = padded(call.width);
+    elements_ = columns_ / M::PER_ELEMENT;
+    keys_.get(elements_ * KEYS);
+    values_.get(KEYS / M::PER_ELEMENT * columns_);
+    block_ = Result::in(block_memory_.get(Result::floats(FEW_ROWS, columns_)), FEW_ROWS, columns_);
+    const int rows = rows_ * unit.heads;
+    total_ = Result::in(total_memory_.get(Result::floats(rows, columns_)), rows, columns_);
+    uint32_t* to = queries_.get(rows * elements_);
+    for (int row = 0; row < rows; row++, to += elements_)
+      for (int d = 0; d < call.width; d += W * M::PER_ELEMENT)
+        write(to + d / M::PER_ELEMENT, M::read(query(call, row) + d, call.width - d));
+  }
+
+  // Rows lie head by head, position by position, the group's query heads inside.
+  int token_of(const Attention& call, int row) const { return unit_.token + row % rows_ / call.group; }
+  int head_of(const Attention& call, int row) const {
+    return (unit_.head + row / rows_) * call.group + row % call.group;
+  }
+  int position_of(const Attention& call, int row) const { return unit_.position + row % rows_ / call.group; }
+
+  const T* query(const Attention& call, int row) const {
+    return static_cast<const T*>(call.q) + token_of(call, row) * call.q_token + head_of(call, row) * call.q_head;
+  }
+
+  void attend_tile(const Attention& call, int tile, int head, const Rows<T>& rows, Shared* shared, Ahead<T>& ahead) {
+    if (rows_ <= FEW_ROWS) return attend_few(call, tile, head * rows_, rows, shared, ahead);
+    pack_keys<M>(rows, call.width, keys_.get(0));
+    pack_values<M>(rows, call.width, columns_, values_.get(0));
+    for (int row = head * rows_, end = row + rows_; row < end; row += BLOCK_ROWS) {
+      const int count = std::min(BLOCK_ROWS, end - row);
+      const Result result = shared ? shared->tile(tile).from(row) : block_;
+      attend_block(call, tile, row, count, result);
+      if (!shared) total_.from(row).merge(result, count);
+    }
+    ahead.ask(KEYS);
+  }
+
+  void attend_block(const Attention& call, int tile, int first, int count, Result result) {
+    const int end = seen_by(call, position_of(call, first + count - 1), tile).end;
+    multiply<M>({queries_.get(0) + first * elements_, elements_, keys_.get(0), KEYS, scores_, KEYS,
+                 divide_up(call.width, M::PER_ELEMENT)},
+                count, divide_up(end, W));
+    weigh(call, tile, first, count, divide_up(end, W), result);
+    multiply<M>({reinterpret_cast<const uint32_t*>(weights_), KEYS / M::PER_ELEMENT, values_.get(0), columns_,
+                 result.out, columns_, divide_up(end, M::PER_ELEMENT)},
+                count, divide_up(call.width, W));
+  }
+
+  void weigh(const Attention& call, int tile, int first, int count, int vectors, Result result) {
+    for (int row = 0; row < count; row++)
+      softmax<M>(scores_ + row * KEYS, seen_by(call, position_of(call, first + row), tile), vectors, call.scoring,
+                 weights_ + row * KEYS, result.top[row], result.sum[row]);
+  }
+
+  // The rows of a head, at most FEW_ROWS: the template's number is theirs.
+  template <int ROWS = FEW_ROWS>
+  void attend_few(const Attention& call, int tile, int first, const Rows<T>& rows, Shared* shared, Ahead<T>& ahead) {
+    if constexpr (ROWS > 1)
+      if (rows_ < ROWS) return attend_few<ROWS - 1>(call, tile, first, rows, shared, ahead);
+    constexpr int PARTS = std::max(1, (ROWS <= 3 ? 8 : ROWS <= 6 ? 4 : 2) / M::PER_ELEMENT);
+    const Result result = shared ? shared->tile(tile).from(first) : block_;
+    multiply_keys<M, ROWS>(rows, queries_.get(0) + first * elements_, elements_, call.width, scores_, ahead);
+    weigh(call, tile, first, ROWS, rows.end / W, result);
+    multiply_values<M, ROWS, PARTS>(rows, reinterpret_cast<const uint32_t*>(weights_), call.width, result.out, columns_,
+                                    ahead);
+    ahead.ask(KEYS);
+    if (!shared) total_.from(first).merge(result, ROWS);
+  }
+
+  void merge_all(Shared& shared) {
+    total_.clear(shared.rows);
+    for (int tile = unit_.first_tile; tile < unit_.end_tile; tile++) total_.merge(shared.tile(tile), shared.rows);
+  }
+
+  void finish(const Attention& call) const {
+    for (int row = 0; row < rows_ * unit_.heads; row++) {
+      const int64_t at = static_cast<int64_t>(token_of(call, row)) * call.kv_heads * call.group + head_of(call, row);
+      const vf inverse = splat(1.0f / total_.sum[row]);
+      map(static_cast<T*>(call.out) + at * call.width, call.width, [inverse](vf x) { return x * inverse; },
+          total_.from(row).out);
+    }
+  }
+
+  Unit unit_;
+  int rows_, columns_, elements_;  // rows of each head
+  Rows<T> found_[2];
+  Scratch<uint32_t> queries_, keys_, values_;
+  Scratch<float> block_memory_, total_memory_;
+  Result block_, total_;
+  float scores_[FEW_ROWS * KEYS];
+  typename M::Weight weights_[FEW_ROWS * KEYS];
+};
+
+}  // namespace
+}  // namespace gllm
