@@ -17,7 +17,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """Settings of one engine.
 
     `kv_blocks` counts usable blocks (the padding block is extra); None sizes the pool from `kv_memory` bytes, or, when
-    that is None too, from the memory that is really free. `eos_token_ids` are added to those of the model's files.
+    that is None too, from the memory that is really free; on CUDA `gpu_memory` is how much of it the engine may take in
+    all: a share of the GPU's memory (at most 1) or bytes; None: 0.9. `eos_token_ids` are added to those of the model's
+    files.
     `deterministic="auto"` is on where it is free (CPU). `seed` enters the default seed of requests that give none.
     """
 
@@ -27,6 +29,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     block_size: int = 16
     kv_blocks: int | None = None
     kv_memory: int | None = None
+    gpu_memory: float | None = None
     max_sequences: int = 64
     max_step_tokens: int | None = 2048  # None: STEP_TOKENS of the device
     max_model_len: int | None = None

@@ -10,9 +10,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import DeviceError
+from engine.gpumemory import Room
 from engine.modelconfig import ModelConfig
 
-CPU_SHARE, CUDA_SHARE = 0.25, 0.9  # of free memory; a CPU's is shared with everything else on the machine
+CPU_SHARE = 0.25  # of free memory, which is shared with everything else on the machine
 CPU_MOST_BYTES = 4 << 30
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
 LOADING_BYTES, SERVING_BYTES = 1 << 20, 32 << 20  # blocks from this size on are mappings of their own
@@ -24,23 +25,24 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
 
 
 def kv_blocks(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, max_model_len: int, room: Room | None = None
 ) -> int:
-    """Usable blocks of the pool. Raises DeviceError naming the numbers when not even one block fits."""
-    if config.kv_blocks is not None:
-        return config.kv_blocks
+    """Usable blocks of the pool; `room` is a GPU's. Raises DeviceError naming the numbers when they do not fit."""
     size = block_bytes(model, config.block_size, dtype)
-    budget = config.kv_memory if config.kv_memory is not None else free_budget(device)
+    left = free_budget() if room is None else room.pool_bytes(config.gpu_memory) - size  # one block is for padding
+    budget = left if config.kv_memory is None else config.kv_memory
     blocks = min(budget // size, config.max_sequences * -(-max_model_len // config.block_size))
-    if blocks < 1:
+    blocks = blocks if config.kv_blocks is None else config.kv_blocks
+    if blocks < 1 and config.kv_memory is not None:
         raise DeviceError(f"kv_memory: {budget} bytes do not hold one KV block of {size} bytes")
+    if blocks < 1 or (room is not None and blocks * size > left):
+        where = f"{max(0, left)} bytes are free for it" if room is None else room.explain(config.gpu_memory)
+        raise DeviceError(f"a KV pool of {max(1, blocks)} blocks of {size} bytes does not fit: {where}")
     return blocks
 
 
-def free_budget(device: torch.device) -> int:
-    """Bytes that the pool may take of what is free on the device now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+def free_budget() -> int:
+    """Bytes that the pool may take of what is free on a CPU now."""
     return min(int(_available_bytes() * CPU_SHARE), CPU_MOST_BYTES)
 
 

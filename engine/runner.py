@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, build_batch
-from engine.config import EngineConfig
+from engine.config import STEP_TOKENS, EngineConfig
 from engine.errors import DeviceError
-from engine.memory import kv_blocks
+from engine.gpumemory import Meter, Room, refusing
+from engine.memory import block_bytes, kv_blocks
 from engine.model import Decoder, Inputs
 from engine.modelconfig import ModelConfig
 from engine.plan import Plan, Sampled
+from engine.rehearsal import largest_step
 from engine.sampler import Drawn, Sampler
 from engine.sampling.logprobs import Scored, score_tokens
 from engine.weights import Loader, open_checkpoint
@@ -53,7 +55,12 @@ class Runner:
         if self.device.type == "cpu" and config.threads:
             torch.set_num_threads(config.threads)
         self.deterministic = self.device.type == "cpu" if config.deterministic == "auto" else config.deterministic
-        with open_checkpoint(config.model) as (self.model_config, source, self.fingerprint), torch.inference_mode():
+        meter = Meter.of(self.device)
+        with (
+            refusing(meter, f"the model {config.model}"),
+            open_checkpoint(config.model) as (self.model_config, source, self.fingerprint),
+            torch.inference_mode(),
+        ):
             self.dtype = DTYPES[self.model_config.dtype if config.dtype == "auto" else config.dtype]
             self.max_model_len = model_limit(self.model_config, config.max_model_len)
             self._backend = self._select(config)
@@ -65,8 +72,11 @@ class Runner:
         self.device_ns = 0  # spent computing (on a CPU), or waiting for the device
         self.block_size, self._seed = config.block_size, config.seed
         self.max_sequences = config.max_sequences
-        self.kv_blocks = kv_blocks(config, self.model_config, self.dtype, self.device, self.max_model_len)
         self._make_rows()
+        room = None if meter is None else self._rehearse(config, meter)
+        self.kv_blocks = kv_blocks(config, self.model_config, self.dtype, self.max_model_len, room)
+        with refusing(meter, f"a KV pool of {self.kv_blocks} blocks"):
+            self._make_pool()
 
     def _select(self, config: EngineConfig) -> Backend:
         return select(
@@ -81,19 +91,40 @@ class Runner:
 
     @torch.inference_mode()
     def _make_rows(self) -> None:
-        """KV memory and per-row state. Block `kv_blocks` and row `max_sequences` are for padding, never content.
+        """Per-row state. Row `max_sequences` is for padding, never content."""
+        config = self.model_config
+        columns = -(-self.max_model_len // self.block_size)
+        self._tables = torch.zeros((self.max_sequences + 1, columns), dtype=torch.int64, device=self.device)
+        self._last_token = torch.zeros(self.max_sequences + 1, dtype=torch.int64, device=self.device)
+        self._sampler = Sampler(self.max_sequences, config.vocab_size, self.device)
+        self._heads = Heads(config.kv_heads, config.heads // config.kv_heads)
+        self._windowed = any(kind.window is not None for kind in config.layer_kinds)
+        self.cache: list[Tensor] = []
+
+    @torch.inference_mode()
+    def _make_pool(self) -> None:
+        """KV memory. Block `kv_blocks` is for padding, never content.
 
         The memory stays as it comes: nothing reads what was not written, and a CPU hands out pages as they are used.
         """
         config = self.model_config
         shape = (2, self.kv_blocks + 1, config.kv_heads, self.block_size, config.head_dim)
         self.cache = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(config.layers)]
-        columns = -(-self.max_model_len // self.block_size)
-        self._tables = torch.full((self.max_sequences + 1, columns), self.kv_blocks, device=self.device)
-        self._last_token = torch.zeros(self.max_sequences + 1, dtype=torch.int64, device=self.device)
-        self._sampler = Sampler(self.max_sequences, config.vocab_size, self.device)
-        self._heads = Heads(config.kv_heads, config.heads // config.kv_heads)
-        self._windowed = any(kind.window is not None for kind in config.layer_kinds)
+        self._tables.fill_(self.kv_blocks)
+
+    def _rehearse(self, config: EngineConfig, meter: Meter) -> Room:
+        """Compute the largest step that may come, on a pool of nothing but the padding block, and see what is left.
+
+        Its sequences are as long as all of the free memory would allow, since attention's own memory grows with them.
+        """
+        self.kv_blocks = 0
+        self._make_pool()
+        size = block_bytes(self.model_config, self.block_size, self.dtype)
+        longest = meter.before // size * self.block_size // self.max_sequences
+        tokens = config.max_step_tokens or STEP_TOKENS[self.device.type]
+        plan = largest_step(self.max_sequences, tokens, max(1, min(self.max_model_len - 1, longest)))
+        what = f"a step of {plan.tokens} tokens (max_step_tokens) of {len(plan.entries)} sequences (max_sequences)"
+        return meter.measure(lambda: self.collect(self.launch(plan)), what)
 
     @property
     def _longest(self) -> int | None:

@@ -21,6 +21,8 @@ def validate_config(config: EngineConfig) -> None:
         _check_whole(name, getattr(config, name), 1, None, optional=False)
     for name in ("max_step_tokens", "kv_blocks", "kv_memory", "threads"):
         _check_whole(name, getattr(config, name), 1, None)
+    if config.gpu_memory is not None:
+        _check_range("gpu_memory", config.gpu_memory, 0.0, math.inf, open_low=True, open_high=True)
     _check_whole("seed", config.seed, 0, MAX_SEED, optional=False)
     choices = {
         "device": get_args(Device),

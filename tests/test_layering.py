@@ -25,7 +25,7 @@ THIRD_PARTY_AT_IMPORT = {
 }
 TORCH_FREE = (
     "config", "errors", "request", "wire", "sequence", "blocks", "plan", "counters", "timing", "scheduler", "validate",
-    "settings", "families", "ropeconfig", "modelconfig", "gguf_head", "checkpoint",
+    "settings", "rehearsal", "families", "ropeconfig", "modelconfig", "gguf_head", "checkpoint",
 )  # fmt: skip
 SEEN_BY_WORKER = {
     "engine.checkpoint", "engine.config", "engine.errors", "engine.gguf_head", "engine.request", "engine.wire",

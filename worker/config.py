@@ -23,7 +23,10 @@ YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """Settings of one worker. `lease` and `grace` are seconds, `kv_memory` is bytes; `kv_blocks` wins over it."""
+    """Settings of one worker. `lease` and `grace` are seconds, `kv_memory` is bytes; `kv_blocks` wins over it.
+
+    `gpu_memory` is a share (at most 1), or bytes.
+    """
 
     model: str = "smollm2"
     redis: str = DEFAULT_REDIS
@@ -36,6 +39,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     block_size: int = 16
     kv_blocks: int | None = None
     kv_memory: int | None = None
+    gpu_memory: float | None = None
     max_sequences: int = 64
     max_step_tokens: int | None = None
     max_model_len: int | None = None
@@ -154,6 +158,19 @@ def size(text: str) -> int:
     return value
 
 
+def share(text: str) -> float:
+    """At most 1: that share of something; else bytes as in `size`."""
+    wanted = "a share above 0 and at most 1, or a size like 40GiB,"
+    if re.fullmatch(r"[0-9]*\.[0-9]+|1", text.strip()):
+        if not 0 < float(text) <= 1:
+            raise ValueError(wanted)
+        return float(text)
+    try:
+        return size(text)
+    except ValueError:
+        raise ValueError(wanted) from None
+
+
 def text(value: str) -> str:
     if not value.strip():
         raise ValueError("a name")
@@ -203,6 +220,11 @@ OPTIONS: tuple[Option, ...] = (
     Option(name="block_size", read=integer(1, 4096), help="Tokens per KV block."),
     Option(name="kv_blocks", read=integer(1), help="Usable KV blocks; wins over --kv-memory."),
     Option(name="kv_memory", read=size, help="Memory for the KV pool, like 2GiB; default: what is free."),
+    Option(
+        name="gpu_memory",
+        read=share,
+        help="Most of a GPU's memory to take in all: a share, or a size like 40GiB; default: 0.9.",
+    ),
     Option(name="max_sequences", read=integer(1), help="Sequences that run at the same time."),
     Option(
         name="max_step_tokens",

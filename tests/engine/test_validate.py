@@ -134,6 +134,7 @@ def test_the_model_limit_caps_a_larger_max_tokens():
             for name in ("block_size", "max_sequences", "max_step_tokens", "kv_blocks", "kv_memory", "threads")
             for value in (0, -1, 1.5, "4", False)
         ),
+        *(("gpu_memory", value) for value in (0, -0.5, float("inf"), "4", True)),
         *((name, value) for name in ("deterministic", "overlap") for value in ("on", "", None, 2)),
         *(("device", value) for value in ("gpu", "", None)),
         *(("dtype", value) for value in ("float8", "torch.bfloat16", None)),

@@ -43,6 +43,7 @@ def test_config_every_setting_is_read_from_its_variable() -> None:
         "GLLM_BLOCK_SIZE": "8",
         "GLLM_KV_BLOCKS": "9",
         "GLLM_KV_MEMORY": "2GiB",
+        "GLLM_GPU_MEMORY": "0.5",
         "GLLM_MAX_SEQUENCES": "3",
         "GLLM_MAX_STEP_TOKENS": "4",
         "GLLM_MAX_MODEL_LEN": "5",
@@ -70,6 +71,7 @@ def test_config_every_setting_is_read_from_its_variable() -> None:
         block_size=8,
         kv_blocks=9,
         kv_memory=2 * 2**30,
+        gpu_memory=0.5,
         max_sequences=3,
         max_step_tokens=4,
         max_model_len=5,
@@ -117,6 +119,13 @@ def test_config_reads_memory_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "value"), [("0.45", 0.45), ("1", 1), (".9", 0.9), ("40GiB", 40 * 2**30), ("5000000000", 5_000_000_000)]
+)
+def test_config_reads_a_share_of_a_gpu_or_a_size(text: str, value: float) -> None:
+    assert resolve({"gpu_memory": text}, {}).settings.gpu_memory == value
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [("auto", "auto"), ("true", True), ("1", True), ("ON", True), ("false", False), ("0", False), ("no", False)],
 )
@@ -140,6 +149,12 @@ def test_config_deterministic_has_three_values(text: str, value: object) -> None
         ("block_size", "1e3"),
         ("block_size", "4097"),
         ("kv_blocks", "-1"),
+        ("gpu_memory", "0"),
+        ("gpu_memory", "1.5"),
+        ("gpu_memory", "-0.5"),
+        ("gpu_memory", "nan"),
+        ("gpu_memory", "inf"),
+        ("gpu_memory", "half"),
         ("kv_memory", "0"),
         ("kv_memory", "2 XB"),
         ("kv_memory", "-1GiB"),
