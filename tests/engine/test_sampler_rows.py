@@ -75,7 +75,7 @@ def test_a_short_list_beside_a_long_one_holds_nothing_of_who_had_its_row_before(
 
     sampler = Sampler(2, 160, CPU)
     logits = -torch.arange(160.0).expand(2, -1) / 100
-    opened(0, (0, 1, 2))
+    opened(0, (5, 0, 1))
     assert draw(sampler, logits, [opened(0, (9,)), opened(1, (0, 1, 3))], [1, 1]).ids.tolist() == [0, 2]
 
 
