@@ -7,6 +7,7 @@ import pytest
 from kernels.cpu import levels, library
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.build import BuildError, compiler
+from tests.engine.conftest import checkpoints, make_engine  # noqa: F401 - fixtures
 
 LEVELS = [level.name for level in levels.usable()]
 EXTRA = set(LEVELS[1:]) & {"avx512"}  # what differs of it is in the levels above and below: compiled in long runs only
