@@ -38,6 +38,7 @@ def load_layer(config: ModelConfig, loader: Loader, backend: Backend, number: in
     kind, hidden, inner = config.layer_kinds[number], config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
     order = None if kind.rope is None else plane_order(kind.rope, config.head_dim)
+    assert order is None or not config.qk_norm, "the weights of head norms would have to be in this order too"
     parts = [("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows)]
     qkv = [("self_attn.qkv_proj", q_rows + 2 * kv_rows)] if config.fused else parts
     gate_up = [("mlp.gate_up_proj", 2 * inner)] if config.fused else [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
