@@ -26,7 +26,6 @@ from kernels import AttentionBatch, Backend, Heads, select
 
 KERNEL_VERSION = 3  # part of `numerics`: raise it with any change that may change a bit of a result
 LOGIT_ROWS = 64  # prompt positions per vocabulary product: bounds the memory of prompt_logprobs
-WEIGHT_BITS = {"none": None, "int8": 8, "int4": 4}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -64,11 +63,11 @@ class Runner:
             self.dtype = DTYPES[self.model_config.dtype if config.dtype == "auto" else config.dtype]
             self.max_model_len = model_limit(self.model_config, config.max_model_len)
             self._backend = self._select(config)
-            loader = Loader(source, self.dtype, self.device, WEIGHT_BITS[config.quantize])
+            loader = Loader(source, self.dtype, self.device, rounds=config.quantize != "none")
             rows = config.max_sequences + 1
             self.model = Decoder(self.model_config, loader, self._backend, self.max_model_len, rows)
             loader.close()
-        self.weight_bytes = loader.bytes
+        self.weight_bytes = loader.bytes + self._backend.rounded_bytes
         self.device_ns = 0  # spent computing (on a CPU), or waiting for the device
         self.block_size, self._seed = config.block_size, config.seed
         self.max_sequences = config.max_sequences

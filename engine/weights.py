@@ -38,12 +38,12 @@ class Loader:
     Shapes are compared before memory is taken: a wrong number in a configuration must not cost a terabyte.
     """
 
-    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, bits: int | None = None) -> None:
-        """`bits`: matrices are kept in so many later, and come in float32 until then."""
-        self._source, self._bits = source, bits
+    def __init__(self, source: Source, dtype: torch.dtype, device: torch.device, *, rounds: bool = False) -> None:
+        """`rounds`: matrices are kept in few bits later, and come in float32 until then."""
+        self._source, self._rounds = source, rounds
         self._left = source.names()
         self._dtype, self._device = dtype, device
-        self.bytes = 0  # of all parameters so far
+        self.bytes = 0  # of all parameters so far, but those that a backend rounds: it knows their bytes
 
     def has(self, name: str) -> bool:
         return name in self._left
@@ -56,14 +56,14 @@ class Loader:
         for name, rows in parts:
             self._take(name, [rows, *columns])
         shape = (sum(rows for _, rows in parts), *columns)
-        rounded = self._bits is not None and len(shape) == 2
+        rounded = self._rounds and len(shape) == 2
         parameter = torch.empty(shape, dtype=torch.float32 if rounded else self._dtype, device=self._device)
         first = 0
         for name, rows in parts:
             self._source.copy(name, parameter[first : first + rows])
             first += rows
         self._refuse_infinite(parameter, [name for name, _ in parts])
-        self.bytes += parameter.numel() * (self._bits or 0) // 8 if rounded else parameter.nbytes
+        self.bytes += 0 if rounded else parameter.nbytes
         return parameter
 
     def drop_tied(self, name: str, twin: Tensor) -> None:

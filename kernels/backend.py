@@ -26,6 +26,11 @@ class Backend(Protocol):
     @property
     def numerics(self) -> str: ...
 
+    @property
+    def rounded_bytes(self) -> int:
+        """Bytes of the matrices that came in float32, to be kept in fewer bits."""
+        ...
+
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
     def prepare_embedding(self, weight: Tensor) -> Embedding: ...
@@ -64,6 +69,10 @@ class TorchBackend:
     @property
     def numerics(self) -> str:
         return "torch"
+
+    @property
+    def rounded_bytes(self) -> int:
+        return 0
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return prepare_linear(weight, bias, deterministic=self._deterministic)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import kernels_cpu
+from benchmarks import kernels_cpu, quantized
 from tests.kernels.cpu.conftest import LEVELS
 
 
@@ -32,3 +32,13 @@ def test_a_busy_neighbour_slows_a_step_in_proportion():
     with kernels_cpu.neighbour():
         beside = bench.steps(4.0)
     assert beside < 4 * alone, (alone, beside)
+
+
+@pytest.mark.slow
+def test_eight_bits_cost_next_to_no_quality_and_four_some():
+    """SmolLM2-135M's perplexity of one passage: 18.87 in bfloat16 and in 8 bits, 22.7 in 4, when this was written."""
+    full, half, eight, four = quantized.measure("smollm2", 512)
+    assert abs(half.perplexity / full.perplexity - 1) < 0.01
+    assert abs(eight.perplexity / half.perplexity - 1) < 0.01
+    assert half.perplexity < four.perplexity < 1.35 * half.perplexity
+    assert four.bytes < eight.bytes < 0.54 * half.bytes

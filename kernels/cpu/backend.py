@@ -32,6 +32,7 @@ class CpuBackend(TorchBackend):
             deterministic=deterministic, name=f"cpu-{library.level.name}" + (f"-int{bits}" if bits else "")
         )
         self.library, self._dtype, self._bits = library, dtype, bits
+        self._rounded_bytes = 0
         self._arena = Arena(library.advise_huge)
         library.set_threads(threads)
 
@@ -42,8 +43,16 @@ class CpuBackend(TorchBackend):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         return self._pack(weight, bias, self._bits)
 
+    @property
+    def rounded_bytes(self) -> int:
+        return self._rounded_bytes
+
     def prepare_embedding(self, weight: Tensor) -> Embedding:
-        return super().prepare_embedding(weight if self._dtype is None else weight.to(self._dtype))
+        if self._bits is None:
+            return super().prepare_embedding(weight)
+        weight = weight.to(self._dtype)
+        self._rounded_bytes += weight.nbytes
+        return super().prepare_embedding(weight)
 
     def prepare_vocabulary(self, weight: Tensor) -> tuple[Embedding, Linear]:
         """Never in fewer than 8 bits: what every token goes through twice costs more quality than it saves."""
@@ -54,7 +63,9 @@ class CpuBackend(TorchBackend):
         dtype = self._dtype or weight.dtype
         if bits is None:
             return PackedLinear(self.library, self._arena, weight, bias, dtype)
-        return QuantizedLinear(self.library, self._arena, weight, bias, dtype, bits)
+        linear = QuantizedLinear(self.library, self._arena, weight, bias, dtype, bits)
+        self._rounded_bytes += linear.packed.nbytes
+        return linear
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype != x.dtype:  # 1 + weight of a Gemma, kept in float32

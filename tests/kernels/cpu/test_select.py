@@ -61,6 +61,9 @@ def test_an_engine_tells_who_computes_and_numerics_follow(cpu, make_engine):
         "torch", *(f"cpu-{LEVELS[0]}{bits}" for bits in ("", "-int8", "-int4"))]  # fmt: skip
     assert len({info.numerics for info in infos}) == 4
     assert infos[3].weight_bytes < infos[2].weight_bytes < infos[1].weight_bytes
+    # Of each layer, 34 and 18 bytes for 32 numbers; rows are filled up to 32 numbers, panels to 32 outputs.
+    products = 2 * (64 * 32 + 32 * 32 + 128 * 32 + 32 * 64)
+    assert infos[2].weight_bytes - infos[3].weight_bytes == products // 32 * (34 - 18)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
