@@ -59,14 +59,13 @@ class Engine:
         if request.id in self._sequences:
             raise ValueError(f"id: {request.id!r} is already running")
         limit = validate_request(request, self.info)
-        longest = longest_length(request, self.info)
         sequence = Sequence(
             request,
             limit=limit,
             end_ids=self._end_ids(request),
-            namespace=self._namespace(request, longest),
+            namespace=self._namespace(request),
             engine_seed=self.config.seed,
-            longest=longest,
+            longest=longest_length(request, self.info),
         )
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
@@ -209,13 +208,14 @@ class Engine:
         own = frozenset(request.sampling.stop_token_ids)
         return own if request.sampling.ignore_eos else own | self.eos_token_ids
 
-    def _namespace(self, request: Request, longest: int) -> Namespace:
+    def _namespace(self, request: Request) -> Namespace:
         """Everything that must not be shared: the root of a request's prefix chain."""
         tenant = None if self.config.share_across_tenants else request.tenant
+        longest, ropes = longest_length(request, self.info), self.runner.model_config.ropes
         return (
             ("model", self.runner.fingerprint),
             ("adapter", request.adapter),
             ("tenant", tenant),
             ("salt", request.cache_salt),
-            *(("rope", rope.regime(longest)) for rope in self.runner.model_config.ropes if rope.depends_on_length),
+            *(("rope", rope.regime(longest)) for rope in ropes if rope.depends_on_length),
         )
