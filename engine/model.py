@@ -9,7 +9,7 @@ from engine.layers import Layer, load_layer
 from engine.modelconfig import ModelConfig
 from engine.rope import Rotation, Turn
 from engine.weights import Loader
-from kernels import AttentionBatch, Backend, Embedding, Linear
+from kernels import AttentionBatch, Backend, Embedding, LayerKind, Layers, Linear
 
 HEAD = "lm_head.weight"
 
@@ -39,6 +39,7 @@ class Decoder:
         self._backend = backend
         self._embed, tied_head = self._load_embedding(loader)
         self._layers = [load_layer(config, loader, backend, number) for number in range(config.layers)]
+        self._fused = self._fuse()
         norm = loader.tensor("model.norm.weight", config.hidden_size)
         self._norm = norm.float() + 1 if config.unit_offset else norm
         self._head = tied_head or backend.prepare_vocabulary(self._load_vocabulary(loader, HEAD))[1]
@@ -60,6 +61,9 @@ class Decoder:
         if self._multiplier != 1.0:
             hidden = hidden * self._multiplier
         turns = [rotation.at(inputs.positions, inputs.rows) for rotation in self._rotations]
+        if self._fused is not None:
+            self._fused(hidden, cache, turns, inputs.blocks, inputs.offsets, inputs.attention)
+            return hidden
         for layer, kv in zip(self._layers, cache, strict=True):
             turn = None if layer.rope is None else turns[layer.rope]
             hidden = self._add(hidden, self._attend(layer, hidden, kv, inputs, turn), layer.post_attention_norm)
@@ -74,6 +78,14 @@ class Decoder:
         if self.config.logits_softcap is not None:
             logits.div_(self.config.logits_softcap).tanh_().mul_(self.config.logits_softcap)
         return logits
+
+    def _fuse(self) -> Layers | None:
+        config = self.config
+        if config.residual_multiplier != 1.0:
+            return None
+        gelu = config.activation != "silu"
+        kind = LayerKind(config.head_dim, config.norm_eps, config.scale, config.attention_softcap, gelu)
+        return self._backend.fuse(self._layers, kind)
 
     def _attend(self, layer: Layer, hidden: Tensor, kv: Tensor, inputs: Inputs, turn: Turn | None) -> Tensor:
         config, backend = self.config, self._backend

@@ -6,6 +6,7 @@
 
 from kernels.attention import AttentionBatch, Heads
 from kernels.backend import Backend, Embedding, TorchBackend
+from kernels.layers import LayerKind, Layers
 from kernels.linear import Linear
 from kernels.noise import gumbel, ranks, reach, row_keys
 from kernels.select import KernelsMissingError, select
@@ -17,6 +18,8 @@ __all__ = [
     "Embedding",
     "Heads",
     "KernelsMissingError",
+    "LayerKind",
+    "Layers",
     "Linear",
     "TorchBackend",
     "block_maxima",

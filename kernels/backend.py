@@ -1,6 +1,6 @@
 """The operations behind the door, and their plain-torch implementation for any device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention import AttentionBatch, paged_attention
+from kernels.layers import LayerKind, LayerParts, Layers
 from kernels.linear import Linear, prepare_linear
 from kernels.reference import GELU_CUBIC, GELU_SCALE
 
@@ -59,6 +60,10 @@ class Backend(Protocol):
         softcap: float | None = None,
     ) -> Tensor: ...
 
+    def fuse(self, layers: Sequence[LayerParts], kind: LayerKind) -> Layers | None:
+        """The layers as one call that gives the bits of the operations above; None where there is none for them."""
+        ...
+
 
 class TorchBackend:
     """Stock torch operations. With `deterministic`, a row's bits never depend on the other rows of the batch."""
@@ -73,6 +78,9 @@ class TorchBackend:
     @property
     def rounded_bytes(self) -> int:
         return 0
+
+    def fuse(self, layers: Sequence[LayerParts], kind: LayerKind) -> Layers | None:
+        return None
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return prepare_linear(weight, bias, deterministic=self._deterministic)

@@ -3,15 +3,19 @@
 Everything the kernels do not check is checked here: dtypes, layouts, sizes.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kernels.attention import AttentionBatch
 from kernels.backend import Embedding, TorchBackend
 from kernels.cpu.attention import paged_attention
+from kernels.cpu.layers import FusedLayers
 from kernels.cpu.library import Library
 from kernels.cpu.linear import PER_UNIT, PackedLinear, QuantizedLinear
 from kernels.cpu.memory import Arena
+from kernels.layers import LayerKind, LayerParts
 from kernels.linear import Linear
 
 
@@ -126,6 +130,9 @@ class CpuBackend(TorchBackend):
         softcap: float | None = None,
     ) -> Tensor:
         return paged_attention(self.library, q, kv, batch, scale, window, softcap)
+
+    def fuse(self, layers: Sequence[LayerParts], kind: LayerKind) -> FusedLayers | None:
+        return FusedLayers.of(self.library, layers, kind)
 
 
 def _half(x: Tensor) -> int:

@@ -88,7 +88,6 @@ void attention(const Attention& call) {
 }  // namespace
 }  // namespace gllm
 
-// `call` is an Attention. Bfloat16 where `half`, else float32.
 extern "C" void gllm_attention(int32_t half, const void* call) {
   const auto& attention = *static_cast<const gllm::Attention*>(call);
   half ? gllm::attention<gllm::Bfloat16Keys>(attention) : gllm::attention<gllm::Float32Keys>(attention);

@@ -1,8 +1,8 @@
 // Products of some query rows with one tile of keys, and of weights with its values.
 //
-// Each output has one accumulator, which takes its products in the order of their index; lanes hold different outputs. So
-// a row's bits depend on the row and the tile alone, not on the rows beside it. Keys that a row does not see have the
-// weight zero, and adding zeros at the end changes no sum: blocks of rows need not agree on where they stop.
+// Each output has one accumulator, which takes its products in the order of their index; lanes hold different outputs.
+// So a row's bits depend on the row and the tile alone, not on the rows beside it. Keys that a row does not see have
+// the weight zero, and adding zeros at the end changes no sum: blocks of rows need not agree on where they stop.
 #pragma once
 #include <algorithm>
 #include <utility>

@@ -4,27 +4,13 @@
 #include <cstdlib>
 #include <vector>
 
+#include "attention.h"
 #include "attention_softmax.h"
 
 namespace gllm {
 namespace {
 
 constexpr int MOST_WIDTH = 1024;  // of a head
-
-// As kernels/cpu/attention.py lays it out. Strides are in elements.
-struct Attention {
-  const void* q;
-  const void* kv;
-  void* out;
-  const int64_t* tables;
-  const int32_t *counts, *lengths;
-  int64_t q_token, q_head;
-  int64_t kv_values, kv_block, kv_head, kv_key;
-  int64_t table_stride;
-  int32_t sequences, kv_heads, group, width, block_size;
-  int32_t window;  // 0: none
-  Scoring scoring;
-};
 
 int padded(int width) { return round_up(width, 2 * W); }
 
@@ -201,8 +187,8 @@ class Worker {
 
   void weigh(const Attention& call, int tile, int first, int count, int vectors, Result result) {
     for (int row = 0; row < count; row++)
-      softmax<M>(scores_ + row * KEYS, seen_by(call, position_of(call, first + row), tile), vectors, call.scoring,
-                 weights_ + row * KEYS, result.top[row], result.sum[row]);
+      softmax<M>(scores_ + row * KEYS, seen_by(call, position_of(call, first + row), tile), vectors,
+                 Scoring{call.scale, call.softcap}, weights_ + row * KEYS, result.top[row], result.sum[row]);
   }
 
   // The rows of a head, at most FEW_ROWS: the template's number is theirs.

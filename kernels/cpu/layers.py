@@ -1,0 +1,150 @@
+"""All layers of a decoder in one call to the C++ kernels: at batch 1 their callers in Python took a tenth of a step."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.attention import AttentionBatch
+from kernels.cpu.attention import AttentionCall, prepare
+from kernels.cpu.library import Library
+from kernels.cpu.linear import PackedLinear
+from kernels.layers import LayerKind, LayerParts
+
+ROPES = 4  # as many as layers.cpp has room for
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("inner", "outputs", "format")),
+    )
+
+
+_NORMS = ("input_norm", "q_norm", "k_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm")
+_LINEARS = ("qkv", "output", "gate_up", "down")
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _NORMS),
+        *((name, _Linear) for name in _LINEARS),
+        ("kv", ctypes.c_void_p),
+        ("window", ctypes.c_int32),
+        ("rope", ctypes.c_int32),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("hidden", "memory", "blocks", "offsets")),
+        ("cos", ctypes.c_void_p * ROPES),
+        ("sin", ctypes.c_void_p * ROPES),
+        ("tokens", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("half", ctypes.c_int32),
+        ("gelu", ctypes.c_int32),
+        ("attention", AttentionCall),
+    )
+
+
+class FusedLayers:
+    """A stack of layers. Use `of`, which knows what can be fused."""
+
+    def __init__(self, library: Library, layers: Sequence[LayerParts], kind: LayerKind, dtype: torch.dtype) -> None:
+        self._library, self._parts, self._kind, self._dtype = library, list(layers), kind, dtype
+        self._layers = (_Layer * len(layers))(*(_layer(parts) for parts in layers))
+        first = self._layers[0]
+        self._hidden, self._queries = first.qkv.inner, first.output.inner
+        # Hidden states twice, the products of qkv or gate_up, queries, attended or gated: as layers.cpp takes them.
+        self._between = 2 * self._hidden + max(first.qkv.outputs, first.gate_up.outputs) + self._queries
+        self._between += max(first.output.inner, first.down.inner)
+
+    @classmethod
+    def of(cls, library: Library, layers: Sequence[LayerParts], kind: LayerKind) -> "FusedLayers | None":
+        """None for layers that are not all alike, and for norms that layers.cpp does not have."""
+        linears = [
+            [linear for name in _LINEARS if isinstance(linear := getattr(parts, name), PackedLinear)]
+            for parts in layers
+        ]
+        shapes = {tuple((linear.inner, linear.outputs, linear.dtype) for linear in layer) for layer in linears}
+        if len(shapes) != 1 or len(linears[0]) != len(_LINEARS) or len({linear.dtype for linear in linears[0]}) != 1:
+            return None
+        hidden, dtype = linears[0][0].inner, linears[0][0].dtype
+        widths = {"q_norm": kind.head_dim, "k_norm": kind.head_dim}
+        for parts in layers:
+            norms = {name: weight for name in _NORMS if (weight := getattr(parts, name)) is not None}
+            if any(w.dtype != dtype or len(w) != widths.get(name, hidden) for name, w in norms.items()):
+                return None
+            if parts.rope is not None and parts.rope >= ROPES:
+                return None
+        return cls(library, layers, kind, dtype)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        caches: Sequence[Tensor],
+        turns: Sequence[tuple[Tensor, Tensor]],
+        blocks: Tensor,
+        offsets: Tensor,
+        batch: AttentionBatch,
+    ) -> None:
+        tokens = len(hidden)
+        self._check(hidden, caches, turns, blocks, offsets, batch)
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layer.kv = cache.data_ptr()
+        memory = torch.empty(tokens * self._between, dtype=self._dtype)
+        call = prepare(caches[0], batch, self._kind.scale, self._kind.softcap)
+        call.q_token, call.q_head = self._queries, self._kind.head_dim
+        step = _Step(
+            hidden=hidden.data_ptr(), memory=memory.data_ptr(), blocks=blocks.data_ptr(), offsets=offsets.data_ptr(),
+            tokens=tokens, eps=self._kind.eps, half=int(self._dtype == torch.bfloat16), gelu=int(self._kind.gelu),
+            attention=call,
+        )  # fmt: skip
+        for number, (cos, sin) in enumerate(turns):
+            step.cos[number], step.sin[number] = cos.data_ptr(), sin.data_ptr()
+        self._library.layers(ctypes.addressof(step), ctypes.addressof(self._layers), len(self._layers))
+
+    def _check(
+        self,
+        hidden: Tensor,
+        caches: Sequence[Tensor],
+        turns: Sequence[tuple[Tensor, Tensor]],
+        blocks: Tensor,
+        offsets: Tensor,
+        batch: AttentionBatch,
+    ) -> None:
+        """Whatever layers.cpp takes for granted, beside what `prepare` checks."""
+        tokens, shape, strides = len(hidden), caches[0].shape, caches[0].stride()
+        assert hidden.shape == (tokens, self._hidden)
+        assert hidden.dtype == self._dtype
+        assert hidden.is_contiguous()
+        assert tokens == sum(batch.query_lengths) == len(blocks) == len(offsets)
+        assert blocks.dtype == offsets.dtype == torch.int64
+        assert blocks.is_contiguous()
+        assert offsets.is_contiguous()
+        assert batch.heads.kv * batch.heads.group * shape[4] == self._queries
+        assert shape[4] == self._kind.head_dim
+        assert self._layers[0].qkv.outputs == self._queries + 2 * batch.heads.kv * shape[4]
+        assert all(c.shape == shape and c.stride() == strides and c.dtype == self._dtype for c in caches)
+        assert len(turns) <= ROPES
+        for angles in (angle for turn in turns for angle in turn):
+            assert angles.shape == (tokens, 1, shape[4])
+            assert angles.dtype == torch.float32
+            assert angles.is_contiguous()
+
+
+def _layer(parts: LayerParts) -> _Layer:
+    weights = {name: getattr(parts, name) for name in _NORMS}
+    return _Layer(
+        **{name: None if weight is None else weight.data_ptr() for name, weight in weights.items()},
+        **{name: _linear(getattr(parts, name)) for name in _LINEARS},
+        window=parts.window or 0,
+        rope=-1 if parts.rope is None else parts.rope,
+    )
+
+
+def _linear(linear: PackedLinear) -> _Linear:
+    bias = None if linear.bias is None else linear.bias.data_ptr()
+    return _Linear(linear.packed.data_ptr(), bias, linear.inner, linear.outputs, linear.format)

@@ -1,0 +1,159 @@
+// A stack of decoder layers in one call: what the separate functions compute, bit for bit, with no caller between them.
+#include <algorithm>
+#include <utility>
+
+#include "attention.h"
+#include "pool.h"
+#include "rows.h"
+
+extern "C" void gllm_linear(int32_t format, const void* x, int64_t x_stride, int64_t rows, const void* weight,
+                            int64_t inner, int64_t outputs, const void* bias, const void* residual, void* y,
+                            int64_t y_stride);
+extern "C" void gllm_rms_norm(int32_t half, const void* x, int64_t tokens, int64_t stride, int64_t heads, int64_t width,
+                              const void* weight, float eps, void* y);
+extern "C" void gllm_gate(int32_t half, int32_t with_gelu, const void* gate_up, int64_t rows, int64_t width, void* y);
+
+namespace gllm {
+namespace {
+
+// The structures are as kernels/cpu/layers.py lays them out.
+struct Linear {
+  const void* weight;
+  const void* bias;
+  int64_t inner, outputs;
+  int64_t format;
+};
+
+struct Layer {
+  const void *input_norm, *q_norm, *k_norm, *attended_norm, *mlp_norm, *gated_norm;  // null: none
+  Linear qkv, output, gate_up, down;
+  void* kv;
+  int32_t window;  // 0: none
+  int32_t rope;    // which of the step's; -1: none
+};
+
+constexpr int ROPES = 4;
+
+struct Step {
+  void* hidden;  // [tokens][qkv.inner], in and out
+  void* memory;  // for what lies between, as the caller has counted
+  const int64_t *blocks, *offsets;
+  const float *cos[ROPES], *sin[ROPES];
+  int64_t tokens;
+  float eps;
+  int32_t half, gelu;
+  Attention attention;
+};
+
+template <class T>
+class Run {
+ public:
+  Run(const Step& step, const Layer& first)
+      : step_(step), tokens_(step.tokens), width_(first.qkv.inner), hidden_(static_cast<T*>(step.hidden)) {
+    T* free = static_cast<T*>(step.memory);
+    auto take = [&](int64_t width) { return std::exchange(free, free + tokens_ * width); };
+    normed_ = take(width_);
+    more_ = take(width_);
+    wide_ = take(std::max(first.qkv.outputs, first.gate_up.outputs));
+    queries_ = take(first.output.inner);
+    inner_ = take(std::max(first.output.inner, first.down.inner));
+  }
+
+  void layer(const Layer& layer) {
+    multiply(layer.qkv, norm(hidden_, layer.input_norm, normed_), wide_);
+    turn_and_store(layer);
+    attend(layer);
+    add(layer.output, layer.attended_norm);
+    multiply(layer.gate_up, norm(hidden_, layer.mlp_norm, normed_), wide_);
+    gllm_gate(step_.half, step_.gelu, wide_, tokens_, layer.down.inner, inner_);
+    add(layer.down, layer.gated_norm);
+  }
+
+ private:
+  void multiply(const Linear& linear, const T* x, T* y) {
+    gllm_linear(static_cast<int32_t>(linear.format), x, linear.inner, tokens_, linear.weight, linear.inner,
+                linear.outputs, linear.bias, nullptr, y, linear.outputs);
+  }
+
+  const T* norm(const T* x, const void* weight, T* y) {
+    if (!weight) return x;
+    gllm_rms_norm(step_.half, x, tokens_, width_, 1, width_, weight, step_.eps, y);
+    return y;
+  }
+
+  // The product of `inner_`, normalised, joins the hidden states.
+  void add(const Linear& linear, const void* weight) {
+    multiply(linear, inner_, more_);
+    const T* more = norm(more_, weight, normed_);
+    for_tokens([&](int64_t token) {
+      T* to = hidden_ + token * width_;
+      map(to, width_, [](vf x, vf y) { return x + y; }, to, more + token * width_);
+    });
+  }
+
+  // Queries and keys, normalised and turned: queries to a place of their own, keys and values into the cache.
+  void turn_and_store(const Layer& layer) {
+    const Attention& a = step_.attention;
+    const int64_t width = a.width, queries = a.kv_heads * a.group;
+    for_tokens([&](int64_t token) {
+      const T* from = wide_ + token * layer.qkv.outputs;
+      T* slot = static_cast<T*>(layer.kv) + step_.blocks[token] * a.kv_block + step_.offsets[token] * a.kv_key;
+      for (int64_t head = 0; head < queries; head++, from += width)
+        turn(layer, layer.q_norm, from, token, queries_ + (token * queries + head) * width);
+      for (int64_t head = 0; head < a.kv_heads; head++, from += width)
+        turn(layer, layer.k_norm, from, token, slot + head * a.kv_head);
+      for (int64_t head = 0; head < a.kv_heads; head++, from += width)
+        memcpy(slot + a.kv_values + head * a.kv_head, from, width * sizeof(T));
+    });
+  }
+
+  void turn(const Layer& layer, const void* weight, const T* from, int64_t token, T* to) const {
+    const int64_t width = step_.attention.width;
+    T normed[MOST_HEAD];
+    if (weight) {
+      rms_norm_row(from, static_cast<const T*>(weight), width, step_.eps, normed);
+      from = normed;
+    }
+    if (layer.rope < 0)
+      memcpy(to, from, width * sizeof(T));
+    else
+      rope_row(from, step_.cos[layer.rope] + token * width, step_.sin[layer.rope] + token * width, width, to);
+  }
+
+  void attend(const Layer& layer) {
+    Attention call = step_.attention;
+    call.q = queries_, call.kv = layer.kv, call.out = inner_, call.window = layer.window;
+    gllm_attention(step_.half, &call);
+  }
+
+  template <class Work>
+  void for_tokens(Work&& work) const {
+    parallel_for((tokens_ + TILE_TOKENS - 1) / TILE_TOKENS, [&](int64_t tile) {
+      for (int64_t token = tile * TILE_TOKENS, end = std::min(tokens_, token + TILE_TOKENS); token < end; token++)
+        work(token);
+    });
+  }
+
+  static constexpr int64_t TILE_TOKENS = 4, MOST_HEAD = 1024;
+
+  const Step& step_;
+  const int64_t tokens_, width_;  // of hidden states
+  T *hidden_, *normed_, *more_, *wide_, *queries_, *inner_;
+};
+
+template <class T>
+void run(const Step& step, const Layer* layers, int64_t count) {
+  Run<T> run(step, layers[0]);
+  for (int64_t number = 0; number < count; number++) run.layer(layers[number]);
+}
+
+}  // namespace
+}  // namespace gllm
+
+// `step` is a Step, `layers` [count] are Layers of equal shapes.
+extern "C" void gllm_layers(const void* step, const void* layers, int64_t count) {
+  using namespace gllm;
+  const Step& asked = *static_cast<const Step*>(step);
+  const Layer* stack = static_cast<const Layer*>(layers);
+  asked.half ? run<bf16>(asked, stack, count) : run<float>(asked, stack, count);
+}

@@ -1,0 +1,53 @@
+"""What a backend needs to know of a decoder's layers to compute them in one call."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from kernels.attention import AttentionBatch
+from kernels.linear import Linear
+
+
+class LayerParts(Protocol):
+    """The parameters of one decoder layer, by their places; what a family does not have is None."""
+
+    window: int | None
+    rope: int | None  # which of the step's ropes
+    input_norm: Tensor | None
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    post_attention_norm: Tensor | None
+    mlp_norm: Tensor | None
+    gate_up: Linear
+    down: Linear
+    post_mlp_norm: Tensor | None
+
+
+class LayerKind(NamedTuple):
+    """What all layers of a decoder have in common."""
+
+    head_dim: int
+    eps: float  # of the norms
+    scale: float  # of the scores
+    softcap: float | None
+    gelu: bool  # else SiLU
+
+
+class Layers(Protocol):
+    """All layers in one call: writes the step's KV to the layers' caches, changes `hidden` [T, hidden] in place.
+
+    `turns` are cos and sin [T, 1, head_dim] of each rope; token t's KV goes to (blocks[t], offsets[t]).
+    """
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        caches: Sequence[Tensor],
+        turns: Sequence[tuple[Tensor, Tensor]],
+        blocks: Tensor,
+        offsets: Tensor,
+        batch: AttentionBatch,
+    ) -> None: ...

@@ -1,0 +1,80 @@
+"""All layers in one call give the bits of the separate operations, for every family; what cannot be fused is not."""
+
+import pytest
+import torch
+
+from engine import SamplingParams
+from kernels import AttentionBatch
+from tests.engine.driving import request, run
+from tests.engine.families import random_tokens, record_positions
+from tests.engine.test_families import SHAPES
+
+JOINT_NORMS, SCALED_RESIDUALS = {"olmo2", "olmo2-biases"}, {"granite"}  # what layers.cpp does not have
+SAMPLING = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def compiled(checkpoints, make_engine):
+    """compiled(shape, **config): an engine with the C++ kernels."""
+
+    def make(shape: str, **settings):
+        kind, changes = SHAPES[shape]
+        engine = make_engine(model=str(checkpoints(kind, **changes)[0]), max_step_tokens=23, **settings)
+        if engine.runner.kernels.startswith("torch"):
+            pytest.skip(engine.runner.kernels)
+        return engine
+
+    return make
+
+
+def logits(engine, *, fused: bool) -> dict[int, torch.Tensor]:
+    """Of all positions of a prompt that takes several chunks, and of a reply, by prefill and decode."""
+    if not fused:
+        engine.runner.model._fused = None
+    recorded = record_positions(engine)
+    run(engine, [request("x", random_tokens(50), SAMPLING)])
+    return recorded
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s not in JOINT_NORMS | SCALED_RESIDUALS])
+def test_fused_layers_give_the_bits_of_separate_operations(compiled, shape):
+    for dtype in ("float32", "bfloat16"):
+        engine = compiled(shape, dtype=dtype)
+        gemma_rounded = shape.startswith("gemma") and dtype == "bfloat16"  # its norms stay in float32
+        assert (engine.runner.model._fused is None) == gemma_rounded
+        ours = logits(engine, fused=True)
+        expected = logits(compiled(shape, dtype=dtype), fused=False)
+        assert sorted(ours) == sorted(expected) == list(range(55))
+        assert all(torch.equal(ours[position], expected[position]) for position in ours)
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_fused_layers_of_few_bits_give_the_bits_of_separate_operations(compiled, bits):
+    ours = logits(compiled("qwen3-window", dtype="bfloat16", quantize=bits), fused=True)
+    expected = logits(compiled("qwen3-window", dtype="bfloat16", quantize=bits), fused=False)
+    assert all(torch.equal(ours[position], expected[position]) for position in expected)
+
+
+@pytest.mark.parametrize("shape", sorted(JOINT_NORMS | SCALED_RESIDUALS))
+def test_layers_that_cannot_be_fused_are_computed_one_by_one(compiled, shape):
+    assert compiled(shape).runner.model._fused is None
+
+
+def test_fused_layers_refuse_what_would_write_elsewhere(compiled):
+    engine = compiled("llama-biases")
+    fused, cache = engine.runner.model._fused, engine.runner.cache
+    batch = AttentionBatch([2], [2], torch.zeros(1, 1, dtype=torch.int64), 4, engine.runner._heads)
+    hidden, places = torch.zeros(2, 72), torch.zeros(2, dtype=torch.int64)
+    turns = [(torch.ones(2, 1, 8), torch.zeros(2, 1, 8))]
+    good = {"hidden": hidden, "caches": cache, "turns": turns, "blocks": places, "offsets": places, "batch": batch}
+    fused(**good)
+    for wrong in (
+        {"hidden": hidden[:, :71]},
+        {"hidden": hidden.double()},
+        {"caches": cache[:1]},
+        {"turns": [(torch.ones(1, 1, 8), torch.zeros(1, 1, 8))]},
+        {"blocks": places[:1]},
+        {"offsets": places.int()},
+    ):
+        with pytest.raises((AssertionError, ValueError)):
+            fused(**(good | wrong))
