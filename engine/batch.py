@@ -2,13 +2,14 @@
 
 from array import array
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from engine.model import Inputs
 from engine.plan import Entry, Plan
-from kernels import AttentionBatch, Heads
+from kernels import AttentionBatch, Heads, to_device, upload, upload_all
 
 
 @dataclass(slots=True)
@@ -33,38 +34,50 @@ def build_batch(
     """Lay out the entries longest first, so that decodes are in the order in which attention wants them."""
     order = sorted(range(len(plan.entries)), key=lambda index: -(plan.entries[index].start + plan.entries[index].count))
     entries = [plan.entries[index] for index in order]
-    device = tables.device
-    counts = [entry.count for entry in entries]
-    firsts = [0]
-    for count in counts:
-        firsts.append(firsts[-1] + count)
-    rows = torch.tensor([entry.row for entry in entries], device=device)
-    positions, token_rows = _positions(entries, firsts, rows)
-    inputs = Inputs(
-        ids=_token_ids(entries, firsts, last_token),
-        positions=positions,
-        rows=token_rows,
-        blocks=tables[token_rows, positions // block_size],
-        offsets=positions % block_size,
-        attention=AttentionBatch(counts, [e.start + e.count for e in entries], tables[rows], block_size, heads),
-    )
+    firsts = [0, *accumulate(entry.count for entry in entries)]
     sampling = [slot for slot, entry in enumerate(entries) if entry.samples]
     checked = [
         (token, order[slot]) for slot in range(len(entries)) for token in _checked(entries, firsts, slot, windowed)
     ]
+    lists = _lists(entries, firsts, [entries[slot] for slot in sampling], sampling, checked)
+    rows, shifts, counts, sampling_rows, last_tokens, new_positions, watched, owners = upload_all(lists, tables.device)
+    positions, token_rows = _positions(firsts[-1], rows, shifts, counts)
+    lengths = [entry.start + entry.count for entry in entries]
+    inputs = Inputs(
+        ids=_token_ids(entries, firsts, rows, last_token),
+        positions=positions,
+        rows=token_rows,
+        blocks=tables[token_rows, positions // block_size],
+        offsets=positions % block_size,
+        attention=AttentionBatch([entry.count for entry in entries], lengths, tables[rows], block_size, heads),
+    )
     return Batch(
         plan=plan,
         inputs=inputs,
         first_tokens={index: firsts[slot] for slot, index in enumerate(order)},
         sampling=[order[slot] for slot in sampling],
-        sampling_rows=torch.tensor([entries[slot].row for slot in sampling], dtype=torch.int64, device=device),
-        last_tokens=torch.tensor([firsts[slot + 1] - 1 for slot in sampling], dtype=torch.int64, device=device),
-        new_positions=torch.tensor(
-            [entries[slot].start + entries[slot].count for slot in sampling], dtype=torch.int64, device=device
-        ),
+        sampling_rows=sampling_rows,
+        last_tokens=last_tokens,
+        new_positions=new_positions,
         scoring=[order[slot] for slot, entry in enumerate(entries) if _scores(entry)],
-        checked=torch.tensor([token for token, _ in checked], dtype=torch.int64, device=device),
-        owners=torch.tensor([index for _, index in checked], dtype=torch.int64, device=device),
+        checked=watched,
+        owners=owners,
+    )
+
+
+def _lists(
+    entries: list[Entry], firsts: list[int], sampled: list[Entry], sampling: list[int], checked: list[tuple[int, int]]
+) -> tuple[list[int], ...]:
+    """What the device is told of a step, for one copy: rows, shifts and counts of entries, then as `Batch` names it."""
+    return (
+        [entry.row for entry in entries],
+        [entry.start - first for entry, first in zip(entries, firsts[:-1], strict=True)],
+        [entry.count for entry in entries],
+        [entry.row for entry in sampled],
+        [firsts[slot + 1] - 1 for slot in sampling],
+        [entry.start + entry.count for entry in sampled],
+        [token for token, _ in checked],
+        [owner for _, owner in checked],
     )
 
 
@@ -80,20 +93,20 @@ def _checked(entries: list[Entry], firsts: list[int], slot: int, windowed: bool)
     return range(end, end) if entries[slot].samples else range(end - 1, end)
 
 
-def _positions(entries: list[Entry], firsts: list[int], rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The position and the row of every token of the step."""
-    starts = torch.tensor([entry.start for entry in entries], device=rows.device)
-    if firsts[-1] == len(entries):
-        return starts, rows
-    counts = torch.tensor([entry.count for entry in entries], device=rows.device)
-    shift = starts - torch.tensor(firsts[:-1], device=rows.device)
-    return torch.arange(firsts[-1], device=rows.device) + shift.repeat_interleave(counts), rows.repeat_interleave(
-        counts
-    )
+def _positions(tokens: int, rows: Tensor, shifts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The position and the row of every token; an entry's position is its token's number and a shift."""
+    numbers = torch.arange(tokens, device=rows.device)
+    if tokens == len(rows):
+        return numbers + shifts, rows
+    # Told how many there are, so that nobody has to ask the device.
+    shifts, rows = (of.repeat_interleave(counts, output_size=tokens) for of in (shifts, rows))
+    return numbers + shifts, rows
 
 
-def _token_ids(entries: list[Entry], firsts: list[int], last_token: Tensor) -> Tensor:
+def _token_ids(entries: list[Entry], firsts: list[int], rows: Tensor, last_token: Tensor) -> Tensor:
     """Input ids [T]: from the host, but for those that were sampled last step and are only on the device."""
+    if all(entry.fed for entry in entries):
+        return last_token[rows]
     host = array("i")
     fed: list[tuple[int, int]] = []
     for slot, entry in enumerate(entries):
@@ -102,10 +115,10 @@ def _token_ids(entries: list[Entry], firsts: list[int], last_token: Tensor) -> T
             host.append(0)
         else:
             host.extend(entry.sequence.tokens[entry.start : entry.start + entry.count])
-    ids = torch.frombuffer(host, dtype=torch.int32).to(last_token.device, torch.int64)
+    ids = to_device(torch.frombuffer(host, dtype=torch.int32), last_token.device).to(torch.int64)
     if fed:
-        slots, rows = torch.tensor(fed, device=last_token.device).T
-        ids[slots] = last_token[rows]
+        slots, fed_rows = upload(fed, last_token.device).T
+        ids[slots] = last_token[fed_rows]
     return ids
 
 

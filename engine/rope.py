@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.ropeconfig import Rope
+from kernels import to_device
 
 Turn = tuple[Tensor, Tensor]  # cos and sin [T, 1, head_dim], as Backend.rope takes them
 
@@ -117,7 +118,7 @@ class Rotation:
     def open(self, row: int, length: int) -> None:
         """A sequence that may grow to `length` takes a row."""
         if self._rope.depends_on_length:
-            self._rows[row] = inverse_frequencies(self._rope, self._head_dim, length).to(self._rows.device)
+            self._rows[row] = to_device(inverse_frequencies(self._rope, self._head_dim, length), self._rows.device)
 
     def at(self, positions: Tensor, rows: Tensor) -> Turn:
         """cos and sin of tokens at positions [T] of the sequences in rows [T]."""

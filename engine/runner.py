@@ -22,7 +22,7 @@ from engine.rehearsal import largest_step
 from engine.sampler import Drawn, Sampler
 from engine.sampling.logprobs import Scored, score_tokens
 from engine.weights import Loader, open_checkpoint
-from kernels import AttentionBatch, Backend, Heads, select
+from kernels import Arrival, AttentionBatch, Backend, Heads, download, select, upload
 
 KERNEL_VERSION = 3  # part of `numerics`: raise it with any change that may change a bit of a result
 LOGIT_ROWS = 64  # prompt positions per vocabulary product: bounds the memory of prompt_logprobs
@@ -39,6 +39,7 @@ class Handle:
     broken: Tensor  # by entry: whether one of its checked hidden states is not finite
     prompt_logprobs: dict[int, list[Scored]]  # by entry
     finite_prompts: dict[int, list[Tensor]]  # by entry: whether the logits were finite
+    arrival: Arrival  # of all that is above on the host
 
 
 class Runner:
@@ -157,9 +158,11 @@ class Runner:
         began = perf_counter_ns()
         hidden = self.model.forward(batch.inputs, self.cache)
         drawn = self._draw(hidden, batch) if batch.sampling else None
-        handle = Handle(plan, batch, drawn, _find_broken(hidden, batch), {}, {})
+        broken = download(_find_broken(hidden, batch))
+        handle = Handle(plan, batch, drawn and drawn.download(), broken, {}, {}, Arrival(self.device))
         for index in batch.scoring:
             self._score_prompt(hidden, handle, index)
+        handle.arrival.start()
         if self.device.type == "cpu":
             self.device_ns += perf_counter_ns() - began
         return handle
@@ -167,6 +170,7 @@ class Runner:
     def collect(self, handle: Handle) -> Sampled:
         """Wait for a launched step and bring its few numbers to the host, in the order of the plan's entries."""
         began = perf_counter_ns()
+        handle.arrival.wait()
         count = len(handle.plan.entries)
         sampled = Sampled([None] * count, [False] * count, [None] * count, [None] * count)
         if handle.drawn is not None:
@@ -187,7 +191,7 @@ class Runner:
             self._sampler.open(sequence)
             self.model.open(sequence.row, sequence.longest)
         if plan.blocks:
-            rows, columns, blocks = torch.tensor(plan.blocks, device=self.device).T
+            rows, columns, blocks = upload(plan.blocks, self.device).T
             self._tables[rows, columns] = blocks
 
     def _draw(self, hidden: Tensor, batch: Batch) -> Drawn:
@@ -206,14 +210,14 @@ class Runner:
         entry, first = handle.plan.entries[index], handle.batch.first_tokens[index]
         sequence = entry.sequence
         end = min(entry.start + entry.count, sequence.prompt_length - 1)
-        targets = torch.tensor(sequence.tokens[entry.start + 1 : end + 1], dtype=torch.int64, device=self.device)
+        targets = upload(sequence.tokens[entry.start + 1 : end + 1], self.device)
         rows = hidden[first : first + len(targets)]
         best = sequence.request.sampling.prompt_logprobs or 0
         scored, finite = handle.prompt_logprobs.setdefault(index, []), handle.finite_prompts.setdefault(index, [])
         for part, ids in zip(rows.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
             logits = self.logits(part)
-            finite.append(torch.isfinite(logits.amax(-1)).all())
-            scored.append(score_tokens(logits, ids, [best] * len(ids)))
+            finite.append(download(torch.isfinite(logits.amax(-1)).all()))
+            scored.append(score_tokens(logits, ids, [best] * len(ids)).download())
 
 
 def _find_broken(hidden: Tensor, batch: Batch) -> Tensor:

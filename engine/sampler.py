@@ -18,7 +18,7 @@ from engine.sampling.draw import Pool, draw_pool
 from engine.sampling.logprobs import Scored, score_tokens, token_logprobs
 from engine.sampling.rows import Rows, Trait
 from engine.sequence import Sequence
-from kernels import block_maxima, first_argmax, row_keys
+from kernels import block_maxima, download, first_argmax, row_keys, upload
 
 __all__ = ["Drawn", "Sampler", "token_logprobs"]
 
@@ -33,6 +33,11 @@ class Drawn:
     broken: Tensor
     scored: Scored | None = None
     scored_rows: tuple[int, ...] = ()
+
+    def download(self) -> "Drawn":
+        """The same on its way to the host."""
+        scored = None if self.scored is None else self.scored.download()
+        return Drawn(download(self.ids), download(self.broken), scored, self.scored_rows)
 
     @property
     def logprobs(self) -> list[TokenLogprob | None]:
@@ -118,4 +123,4 @@ class Sampler:
         self._rows.history.append(rows, lengths, ids[self._tensor(chosen)])
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return upload(values, self._device)

@@ -11,8 +11,10 @@ from kernels.linear import Linear
 from kernels.noise import gumbel, ranks, reach, row_keys
 from kernels.select import KernelsMissingError, select
 from kernels.top import block_maxima, first_argmax, largest, members, top_columns
+from kernels.transfer import Arrival, download, to_device, upload, upload_all
 
 __all__ = [
+    "Arrival",
     "AttentionBatch",
     "Backend",
     "Embedding",
@@ -23,6 +25,7 @@ __all__ = [
     "Linear",
     "TorchBackend",
     "block_maxima",
+    "download",
     "first_argmax",
     "gumbel",
     "largest",
@@ -31,5 +34,8 @@ __all__ = [
     "reach",
     "row_keys",
     "select",
+    "to_device",
     "top_columns",
+    "upload",
+    "upload_all",
 ]

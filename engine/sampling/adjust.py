@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.sampling.rows import FLOAT_MAX, Rows, Trait
 from engine.sequence import Sequence
+from kernels import to_device, upload
 
 
 def adjust(scores: Tensor, sequences: list[Sequence], traits: list[Trait], rows: Rows) -> bool:
@@ -25,7 +26,7 @@ def adjust(scores: Tensor, sequences: list[Sequence], traits: list[Trait], rows:
         (_mask, [i for i, sequence in enumerate(sequences) if sequence.mask_source is not None]),
     ):
         if chosen:
-            work(scores, torch.tensor(chosen, device=scores.device), [sequences[i] for i in chosen], rows)
+            work(scores, upload(chosen, scores.device), [sequences[i] for i in chosen], rows)
             done = True
     return done
 
@@ -74,7 +75,7 @@ def _mask(scores: Tensor, chosen: Tensor, sequences: list[Sequence], rows: Rows)
     everything = array("i", [-1]) * -(-scores.shape[1] // 32)
     masks = (sequence.mask_source.mask() for sequence in sequences if sequence.mask_source is not None)
     packed = torch.stack([torch.frombuffer(mask or everything, dtype=torch.int32) for mask in masks])
-    forbidden = ~unpack(packed.to(scores.device), scores.shape[1])
+    forbidden = ~unpack(to_device(packed, scores.device), scores.shape[1])
     scores[chosen] = scores[chosen].masked_fill_(forbidden, -torch.inf)
 
 
@@ -85,4 +86,4 @@ def unpack(bits: Tensor, vocab_size: int) -> Tensor:
 
 
 def _index(sequences: list[Sequence], device: torch.device) -> Tensor:
-    return torch.tensor([sequence.row for sequence in sequences], device=device)
+    return upload([sequence.row for sequence in sequences], device)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.request import TokenLogprob
-from kernels import block_maxima, top_columns
+from kernels import block_maxima, download, top_columns
 
 LOWEST_LOGPROB = -9999.0  # stands for -inf, which JSON cannot say
 
@@ -19,6 +19,11 @@ class Scored:
     best_ids: Tensor  # [n, most], the likeliest first, of equals the lowest id
     best: Tensor  # [n, most]
     counts: list[int]  # how many of the best each of them wants
+
+    def download(self) -> "Scored":
+        """The same on its way to the host."""
+        ids, own, best_ids, best = map(download, (self.ids, self.own, self.best_ids, self.best))
+        return Scored(ids, own, best_ids, best, self.counts)
 
     def rows(self) -> list[TokenLogprob]:
         """On the host; waits for the device."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.request import SamplingParams
 from engine.sequence import Sequence
+from kernels import upload
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 _COLUMNS = (
@@ -58,7 +59,7 @@ class Lists:
             wider = self._values.new_zeros(len(self._values), missing)
             self._values = torch.cat((self._values, wider), 1)
         self._lengths[row] = len(values)
-        new = torch.tensor(values, dtype=self._values.dtype, device=self._values.device)
+        new = upload(values, self._values.device, self._values.dtype)
         self._values[row, : len(values)] = new
         self._values[row, len(values) :] = new[-1]
 
@@ -76,7 +77,7 @@ class History:
 
     def open(self, row: int, tokens: Ordered[int], prompt_length: int) -> None:
         self._reserve(len(tokens) + 1)
-        known = torch.tensor(tokens, dtype=torch.int32, device=self.counts.device)
+        known = upload(tokens, self.counts.device, torch.int32)
         self._tokens[row, : len(tokens)] = known
         output = known[prompt_length:]
         self.counts[row].zero_().index_add_(0, output, torch.ones_like(output))
@@ -84,13 +85,13 @@ class History:
     def tokens(self, rows: Tensor, lengths: list[int]) -> Tensor:
         """The first so many tokens of some rows, int64 [n, longest]; shorter rows repeat their last one."""
         columns = torch.arange(max(lengths), device=rows.device)
-        last = torch.tensor(lengths, device=rows.device)[:, None] - 1
+        last = upload(lengths, rows.device)[:, None] - 1
         return self._tokens[rows[:, None], torch.minimum(columns, last)].to(torch.int64)
 
     def append(self, rows: Tensor, lengths: list[int], ids: Tensor) -> None:
         """New tokens ids [n], behind the first `lengths` tokens of their rows."""
         self._reserve(max(lengths) + 1)
-        self._tokens[rows, torch.tensor(lengths, device=rows.device)] = ids.to(torch.int32)
+        self._tokens[rows, upload(lengths, rows.device)] = ids.to(torch.int32)
         self.counts[rows, ids] += 1
 
     def _reserve(self, length: int) -> None:
@@ -117,7 +118,7 @@ class Rows:
         """Set up the row of a sequence that was admitted."""
         row, sampling = sequence.row, sequence.request.sampling
         numbers = [float(min(getattr(sampling, name), FLOAT_MAX)) for name in _COLUMNS]
-        self._numbers[row] = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        self._numbers[row] = upload(numbers, self._device, torch.float64)
         self.seeds[row] = sequence.seed - 2**64 if sequence.seed >= 2**63 else sequence.seed
         self.traits[row] = traits_of(sampling, self._vocab_size, greedy=sequence.greedy)
         self._open_lists(sequence)
