@@ -20,6 +20,7 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.environment import describe
+from benchmarks.kernels_attention import report_attention
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import Library, Missing, load
 from kernels.cpu.linear import PackedLinear
@@ -115,6 +116,7 @@ def report(bench: Bench, rows: tuple[int, ...], dtype: torch.dtype) -> None:
             bound = max(inner * outputs * dtype.itemsize / huge, 2 * count * inner * outputs / multiply)
             cells.append(f"{took * 1e6:13.0f} {bound / took:7.0%} ")
         print(f"{count:>5} " + " ".join(cells), flush=True)
+    report_attention(bench.cpu, dtype, huge, multiply, lambda work: best(work, bench.seconds))
 
 
 def report_neighbour(bench: Bench, seconds: float) -> None:
