@@ -33,6 +33,7 @@ KNOWN_KEYS = frozenset(
     vocab_size""".split()  # noqa: SIM905
 )
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration, although a tensor
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -51,7 +52,7 @@ class GgufSource:
         self.config = self._read_config()
 
     def names(self) -> set[str]:
-        return set(self._names)
+        return set(self._names) - {ROPE_FACTORS}
 
     def where(self, name: str) -> str:
         return str(self._path)
@@ -71,9 +72,10 @@ class GgufSource:
 
     def _rows(self, name: str) -> Tensor | None:
         """Where each row belongs: llama's q and k are stored for interleaved rope, ours (and HF's) rotates halves."""
-        heads = {"q_proj": self.config.heads, "k_proj": self.config.kv_heads}.get(name.split(".")[-2], 0)
-        if self.config.family != "llama" or not heads:
+        part = name.rpartition(".")[0].rpartition(".")[2]
+        if part not in ("q_proj", "k_proj") or self.config.family != "llama":
             return None
+        heads = self.config.heads if part == "q_proj" else self.config.kv_heads
         halves = torch.arange(self.shape(name)[0]).view(heads, 2, -1)
         return halves.transpose(1, 2).reshape(-1)
 
@@ -103,6 +105,10 @@ class GgufSource:
         for key in ("rope.dimension_count", "attention.value_length"):
             if settings.optional_count(f"{family}.{key}") not in (None, shape["head_dim"]):
                 raise settings.refuse(f"{family}.{key}", f"the head's size, {shape['head_dim']},")
+        rope = self._read_rope(family)
+        if rope.short_factors and len(rope.short_factors) != shape["head_dim"] // 2:
+            message = f"{len(rope.short_factors)} factors for heads of {shape['head_dim']}"
+            raise ModelError(f"{self._path}: tensor {ROPE_FACTORS}: {message}")
         return ModelConfig(
             family=family,
             vocab_size=int(self.shape("model.embed_tokens.weight")[0]),
@@ -111,7 +117,7 @@ class GgufSource:
             layers=settings.count(f"{family}.block_count"),
             max_positions=settings.count(f"{family}.context_length"),
             norm_eps=settings.number(f"{family}.attention.layer_norm_rms_epsilon"),
-            rope=self._read_rope(family),
+            rope=rope,
             tied="lm_head.weight" not in self._names,
             qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._names,
             output_bias="model.layers.0.self_attn.o_proj.bias" in self._names,
@@ -135,11 +141,30 @@ class GgufSource:
         return family
 
     def _read_rope(self, family: str) -> Rope:
-        settings = self._settings
-        scaling = settings.raw.get(f"{family}.rope.scaling.type", "none")
-        if scaling not in ("none", "linear") or "rope_freqs.weight" in self._names:
+        settings, scaling = self._settings, self._settings.raw.get(f"{family}.rope.scaling.type", "none")
+        factors = self._rope_factors()
+        if scaling not in ("none", "linear") or (factors and scaling != "none"):
             raise ModelError(f"{self._path}: rope scaling {scaling!r} is not supported in GGUF files yet")
         theta = settings.number(f"{family}.rope.freq_base", 10000.0)
+        if factors:
+            limit = settings.count(f"{family}.context_length")
+            return Rope(
+                theta=theta,
+                kind="longrope",  # of which short and long sequences are the same
+                short_factors=factors,
+                long_factors=factors,
+                max_positions=limit,
+                original_max_positions=limit,
+            )
         if scaling == "none":
             return Rope(theta=theta)
         return Rope(theta=theta, kind=scaling, factor=settings.number(f"{family}.rope.scaling.factor"))
+
+    def _rope_factors(self) -> tuple[float, ...]:
+        """What each plane's frequency is divided by: how converters write the rope of Llama 3.1 and later."""
+        if ROPE_FACTORS not in self._names:
+            return ()
+        factors = self.read(ROPE_FACTORS)
+        if factors.dim() != 1 or not bool(((factors > 0) & torch.isfinite(factors)).all()):
+            raise ModelError(f"{self._path}: tensor {ROPE_FACTORS}: a list of positive numbers expected")
+        return tuple(factors.tolist())

@@ -1,5 +1,7 @@
 """GGUF files: small ones written here against transformers, damaged ones refused by name."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -68,6 +70,35 @@ def test_linear_rope_scaling_is_read(write, make_engine):
     assert_equals(make_engine(model=str(path)), model, length=100)
 
 
+def llama3_factors(theta: float, width: int, factor: float, low: float, high: float, original: int) -> np.ndarray:
+    """What converters put into rope_freqs.weight for Llama 3.1 and later: a divisor for each plane."""
+    found = []
+    for plane in range(width // 2):
+        turns = original * theta ** (-2 * plane / width) / (2 * math.pi)
+        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+        found.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(found, np.float32)
+
+
+def test_the_rope_factors_of_llama_3_are_read(tmp_path, make_engine):
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope["original_max_position_embeddings"] = 32
+    model = models.build("llama", rope_parameters=rope)
+    factors = llama3_factors(1e4, 8, 8.0, 1.0, 4.0, 32)
+    assert factors.min() == 1
+    assert factors.max() == 8
+    tensors = tensors_of(model) | {"rope_freqs.weight": factors}
+    path = write_gguf(tmp_path / "tiny.gguf", settings_of(model), tensors)
+    assert_equals(make_engine(model=str(path)), model, length=100)
+
+
+@pytest.mark.parametrize(
+    "factors", [np.ones(3), np.ones((4, 1)), np.zeros(4), -np.ones(4), np.full(4, np.nan)], ids=str
+)
+def test_rope_factors_that_cannot_be_are_refused(write, refuse, factors):
+    refuse(write(tensors={"rope_freqs.weight": factors.astype(np.float32)}), "rope_freqs.weight")
+
+
 @pytest.mark.parametrize("kind", LEGACY)
 def test_quantised_tensors_are_read_as_the_gguf_package_reads_them(tmp_path, make_engine, kind):
     """The oracle has the dequantised weights, so what is compared is all but the quantisation's own error."""
@@ -131,7 +162,6 @@ def test_settings_that_are_off_or_say_nothing_about_the_maths_are_accepted(write
         ({"token_embd.weight": None}, "tensor token_embd.weight is missing"),
         ({"blk.2.attn_q.weight": np.zeros((32, 32), np.float32)}, "has no place"),
         ({"blk.0.ffn_gate_exps.weight": np.zeros((32, 32), np.float32)}, "blk.0.ffn_gate_exps.weight has no place"),
-        ({"rope_freqs.weight": np.ones(4, np.float32)}, "rope scaling"),
         ({"blk.0.attn_q.weight": np.zeros((28, 32), np.float32)}, "shape [28, 32], not [32, 32]"),
         ({"blk.0.attn_q.weight": np.zeros((30, 32), np.float32)}, "shape [30, 32], not [32, 32]"),
         ({"blk.0.attn_k.weight": np.zeros((16, 31), np.float32)}, "shape [16, 31], not [16, 32]"),
