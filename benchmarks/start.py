@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
@@ -33,6 +34,7 @@ PROMPT = "The capital of France is"
 PHASE = re.compile(r'^gllm_startup_seconds\{phase="(\w+)"\} (\S+)$', re.MULTILINE)
 LISTENING = re.compile(r'"port": ?(\d+)')
 STARTS = 5
+PATIENCE_SECONDS = 30.0  # without a token, until the worker is looked at
 
 
 def start(url: str, model: str, log: Path) -> dict[str, float]:
@@ -41,16 +43,22 @@ def start(url: str, model: str, log: Path) -> dict[str, float]:
     with gllm.SyncClient(url, log.stem) as client, log.open("wb") as output:
         job = client.submit(prompt=PROMPT, max_tokens=1, temperature=0, ignore_eos=True)
         began = time.monotonic()
-        process = subprocess.Popen([sys.executable, "-m", "worker.cli", "worker", *flags], cwd=ROOT, stderr=output)
+        process = subprocess.Popen([sys.executable, "-m", "worker", "worker", *flags], cwd=ROOT, stderr=output)
         try:
-            for reply in client.stream(job, timeout=600):
-                if reply.ids:
-                    break
+            wait_for_token(client, job, process, log)
             first = time.monotonic() - began
             return {"first token": first, **phases(log)}
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)
+
+
+def wait_for_token(client: gllm.SyncClient, job: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    while process.poll() is None:
+        with suppress(TimeoutError):
+            if any(reply.ids for reply in client.stream(job, timeout=PATIENCE_SECONDS)):
+                return
+    raise RuntimeError(f"the worker has ended with status {process.returncode}:\n{log.read_text()}")
 
 
 def phases(log: Path) -> dict[str, float]:
