@@ -2,6 +2,7 @@
 
 import re
 
+import gguf
 import pytest
 import torch
 
@@ -9,7 +10,9 @@ from engine import SamplingParams
 from kernels import KernelsMissingError, TorchBackend, select
 from kernels.cpu import library
 from kernels.cpu.backend import CpuBackend
+from tests.engine import models
 from tests.engine.driving import record_logits, request, run, same_bits
+from tests.engine.gguf_files import settings_of, tensors_of, write_gguf
 from tests.kernels.cpu.conftest import LEVELS
 
 CPU = torch.device("cpu")
@@ -81,3 +84,16 @@ def test_quantized_chunks_batches_and_cache_are_the_same_bits(cpu, make_engine, 
     strangers = [request(f"s{i}", prompt[i:], sampling) for i in range(1, 6)]
     assert run(other, [*strangers, request("x", prompt, sampling)])["x"].tokens == expected
     assert same_bits(truth, logits, "x") == 12
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_quantized_gguf_file_is_kept_as_it_is(cpu, make_engine, tmp_path, quantize):
+    """Rounded to bfloat16 on the way, its numbers would come out as others."""
+    kind = {"int8": gguf.GGMLQuantizationType.Q8_0, "int4": gguf.GGMLQuantizationType.Q4_0}[quantize]
+    model = models.build("llama", intermediate_size=64)
+    path = write_gguf(tmp_path / "model.gguf", settings_of(model), tensors_of(model), kind=kind)
+    engine = make_engine(model=str(path), dtype="bfloat16", quantize=quantize)
+    for layer, theirs in zip(engine.runner.model._layers, model.model.layers, strict=True):
+        weight = theirs.mlp.down_proj.weight.detach().numpy()
+        kept = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind))
+        assert torch.equal(layer.down.rows(torch.arange(len(kept))), kept.bfloat16())
