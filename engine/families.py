@@ -96,6 +96,7 @@ class Family(Struct, frozen=True, kw_only=True):
     defaults: dict[str, Any] = field(default_factory=dict[str, Any])
     ignored: dict[str, Any] = field(default_factory=dict[str, Any])
     layer_types: LayerTypes = every_layer  # where config.json has none
+    fixed_layer_types: bool = False  # config.json may have them, but nothing else than what follows without
     qkv_bias: bool = False  # q, k and v are biased, and the output is not, whatever attention_bias says
     qk_norm: Literal["", "head", "projection"] = ""  # q and k are normalised: each head, or all heads together
     pre_norm: bool = True  # attention and MLP get normalised input
@@ -170,6 +171,7 @@ FAMILIES: dict[str, Family] = {
         keys=_keys("partial_rotary_factor sliding_window"),
         defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         ignored={"full_attn_mod": 1, "interpolate_factor": 1},
+        fixed_layer_types=True,
         fused=True,
         rope_aliases={"su": "longrope", "yarn": "longrope"},  # what its first checkpoints call it
     ),

@@ -175,7 +175,7 @@ def _multipliers(settings: Settings, family: Family, hidden: int) -> dict[str, A
 
 
 def _layer_kinds(settings: Settings, family: Family, layers: int, ropes: Ropes) -> tuple[LayerKind, ...]:
-    types = settings.words("layer_types", (FULL, SLIDING), layers) or family.layer_types(settings, layers)
+    types = _layer_types(settings, family, layers)
     window = settings.count("sliding_window") if SLIDING in types else None
     if window is not None and settings.raw.get("use_sliding_window") is False:
         raise settings.refuse("use_sliding_window", f"true, as layer_types has {SLIDING},")
@@ -187,6 +187,16 @@ def _layer_kinds(settings: Settings, family: Family, layers: int, ropes: Ropes) 
         )
         for number, kind in enumerate(types)
     )
+
+
+def _layer_types(settings: Settings, family: Family, layers: int) -> list[str]:
+    given = settings.words("layer_types", (FULL, SLIDING), layers)
+    if given is not None and not family.fixed_layer_types:
+        return given
+    types = family.layer_types(settings, layers)
+    if given not in (None, types):
+        raise settings.refuse("layer_types", str(types))
+    return types
 
 
 def head_shape(path: Path, hidden: int, heads: int, kv_heads: int | None, head_dim: int | None) -> HeadShape:

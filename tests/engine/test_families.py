@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.modelconfig import load_config
-from tests.engine.checkpoint_files import change_config, copy_checkpoint, oracle_of
+from tests.engine.checkpoint_files import assert_config_refused, change_config, copy_checkpoint, oracle_of
 from tests.engine.families import assert_every_position_equals
 
 NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -88,6 +88,16 @@ def test_mistral_with_layer_types_is_read_as_ministral(checkpoints, tmp_path, ma
     shape = {"sliding_window": 5, "layer_types": [FULL, SLIDING], "head_dim": 16}
     directory = copy_checkpoint(checkpoints, tmp_path / "mistral", "ministral", **shape)
     change_config(directory, model_type="mistral", architectures=["MistralForCausalLM"])
+    assert_every_position_equals(make_engine(model=str(directory)), oracle_of(directory), prompt_length=30)
+
+
+def test_phi3_has_its_window_in_all_layers_whatever_layer_types_say(checkpoints, tmp_path, make_engine):
+    """transformers does not read them there, so they are refused unless they say just that."""
+    shape = {"sliding_window": 7, "pad_token_id": 0, "tie_word_embeddings": True} | ONE_KV_HEAD
+    directory = copy_checkpoint(checkpoints, tmp_path / "phi3", "phi3", **shape)
+    change_config(directory, layer_types=[FULL, SLIDING])
+    assert_config_refused(directory, f"layer_types.*{SLIDING}.*got.*{FULL}")
+    change_config(directory, layer_types=[SLIDING, SLIDING])
     assert_every_position_equals(make_engine(model=str(directory)), oracle_of(directory), prompt_length=30)
 
 
