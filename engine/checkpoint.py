@@ -40,7 +40,7 @@ def fingerprint(paths: list[Path], start: bytes = b"") -> str:
     for path in paths:
         try:
             _add(digest, path)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no file can have this name
             raise ModelError(f"{path}: cannot be read: {error}") from None
     return digest.hexdigest()
 

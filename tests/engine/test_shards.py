@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.checkpoint import files_of, fingerprint
 from engine.errors import ModelError
 from engine.shards import SafetensorsSource
 from engine.weights import Loader, open_checkpoint
@@ -83,13 +84,22 @@ def test_a_single_file_beside_an_index_is_not_read(llama, make_engine):
 
 
 @pytest.mark.parametrize(
-    "file", ["pytorch_model.bin", "config.json", "weights\0.safetensors", "a" * 300, "~", "\\..\\x"]
+    "file", ["pytorch_model.bin", "config.json", "weights\0.safetensors", "a" * 300, "~", "\\..\\x", "\ud800"]
 )
 def test_an_index_naming_what_is_no_weight_file_is_refused(llama, file):
     torch.save({Q: torch.zeros(32, 32)}, llama / "pytorch_model.bin")
     shard(llama)
     change_index(llama, **{Q: file})
     refuse(llama, str(llama))
+
+
+@pytest.mark.parametrize("file", ["weights\0.safetensors", "a" * 300, "\ud800"])
+def test_the_fingerprint_of_names_that_no_file_can_have_is_refused(llama, file):
+    """A worker takes it before the engine reads anything."""
+    shard(llama)
+    change_index(llama, **{Q: file})
+    with pytest.raises(ModelError, match="cannot be read"):
+        fingerprint(files_of(llama))
 
 
 def test_a_directory_of_pickles_is_refused(llama):
