@@ -6,7 +6,8 @@ A refusal is an `InvalidJob` whose message names the field and the value, shorte
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
@@ -27,9 +28,13 @@ _NAMES = frozenset(Job.__struct_fields__)
 _FLOAT_FIELDS = tuple(info.name for info in msgspec.structs.fields(Job) if isinstance(info.default, float))
 
 
-def decode_job(body: bytes) -> Job:
-    """The job that a body holds, JSON or MessagePack (the first byte tells). Raises InvalidJob."""
-    return _validated(_parse(body))
+def decode_job(body: bytes, defaults: Mapping[str, Any] = MappingProxyType({})) -> Job:
+    """The job that a body holds, JSON or MessagePack (the first byte tells). Raises InvalidJob.
+
+    `defaults` stand in for fields that the body has not.
+    """
+    fields = _parse(body)
+    return _validated({**defaults, **fields} if defaults and isinstance(fields, dict) else fields)
 
 
 def job_from(**fields: Any) -> Job:

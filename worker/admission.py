@@ -29,7 +29,7 @@ class Prepared:
 
     def __init__(self, intake: Intake, claimed: Claimed, replay: Replay) -> None:
         _check_tenant(claimed.tenant)
-        self.job: Job = decode_job(claimed.body)
+        self.job: Job = decode_job(claimed.body, intake.defaults)
         self.prompt_ids: list[int] = intake.prepare(self.job, claimed.submitted_ms)
         self.reply: ReplyText = intake.reply_text(self.job, self.prompt_ids)
         self.ending: Ending | None = self.reply.push(replay.ids)

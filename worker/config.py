@@ -43,6 +43,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     max_sequences: int = 64
     max_step_tokens: int | None = None
     max_model_len: int | None = None
+    model_defaults: bool = False
     threads: int | None = None
     kernels: Kernels = "auto"
     quantize: Quantize = "none"
@@ -232,6 +233,12 @@ OPTIONS: tuple[Option, ...] = (
         help="Most tokens that one step computes; default: 512 on a CPU, 2048 on a GPU.",
     ),
     Option(name="max_model_len", read=integer(1), help="Lowers the model's own limit of tokens per job."),
+    Option(
+        name="model_defaults",
+        read=boolean,
+        switch=True,
+        help="Jobs that give no temperature, top_p … get those of the model's generation_config.json.",
+    ),
     Option(name="threads", read=integer(1), help="CPU threads of the engine; default: the CPUs it may use."),
     Option(
         name="kernels",

@@ -1,7 +1,8 @@
 """From a decoded job to what the engine and the publisher need, or to a refusal that names field and value."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Literal
 
 from engine.request import Request, SamplingParams
@@ -31,12 +32,16 @@ class JobRejected(ValueError):
 class Intake:
     """Checks jobs against one model and turns them into requests. Raises ModelError for a broken chat template.
 
+    `defaults` are the values of sampling fields that a body has not, where they are not the protocol's.
     `prepare` may take long (it tokenises) and is called in a thread; the other methods are quick.
     """
 
-    def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, info: EngineInfo, defaults: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
         self.tokenizer = tokenizer
         self.info = info
+        self.defaults = defaults
         self._renderer = Renderer()
         source = tokenizer.chat_template
         self._template = None if source is None else ChatTemplate(source, self._renderer)

@@ -69,7 +69,7 @@ class Running:
         metrics.worker.active = lambda: len(self.jobs)
         self._publisher = Publisher(queue, self.link, self.jobs)
         self.jobs.changed, self.jobs.forget = self._publisher.changed, self._publisher.forget
-        self._intake = Intake(model.tokenizer, bridge.info)
+        self._intake = Intake(model.tokenizer, bridge.info, model.defaults)
         self._admission = Admission(queue, self.link, self.jobs, self._intake)
         self._claimer = Claimer(queue, clients.bell, self.link, self.jobs, self._admission, metrics)
         beat = heartbeat(queue.worker, bridge)

@@ -64,7 +64,7 @@ class Service:
     """One worker process. `bridge` and `load` are for tests; they need a running event loop, as all of it does."""
 
     def __init__(
-        self, settings: Settings, bridge: Bridge | None = None, load: Callable[[str], Model] = load_model
+        self, settings: Settings, bridge: Bridge | None = None, load: Callable[..., Model] = load_model
     ) -> None:
         self.settings = settings
         self.shutdown = Shutdown()
@@ -75,7 +75,7 @@ class Service:
         self.running: Running | None = None  # once everything is loaded and Redis is there
         self._bridge = bridge or Bridge()
         self._told = 0  # phases of its loading that are in the log
-        self._load = load
+        self._load = partial(load, model_defaults=True) if settings.model_defaults else load
         self._loader: threading.Thread | None = None
         self._traces = traces.Traces()
         self._log = structlog.get_logger()

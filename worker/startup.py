@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import structlog
@@ -15,6 +16,7 @@ from engine.checkpoint import files_of, fingerprint
 from gllm.connection import redact
 from worker import logs
 from worker.connection import cancelled, classify
+from worker.defaults import sampling_defaults
 from worker.models import resolve_model
 from worker.queue import Queue
 from worker.tokenizer import Tokenizer, load_tokenizer
@@ -25,27 +27,33 @@ T = TypeVar("T")
 
 
 class Model(Struct, frozen=True):
-    """A model's files and tokenizer, and the digest of both."""
+    """A model's files and tokenizer, the digest of both, and the sampling defaults that jobs get from its authors."""
 
     path: Path
     tokenizer: Tokenizer
     digest: str
+    defaults: dict[str, float] = {}
 
 
 class RedisRefused(Exception):
     """An answer of Redis that no waiting will cure."""
 
 
-def load_model(name: str) -> Model:
-    """Find a model and load its tokenizer; the engine loads the weights. Raises ModelError."""
+def load_model(name: str, *, model_defaults: bool = False) -> Model:
+    """Find a model and load its tokenizer; the engine loads the weights. Raises ModelError.
+
+    `model_defaults`: take the sampling defaults of its generation_config.json.
+    """
     path = resolve_model(name)
     tokenizer = load_tokenizer(path)
-    return Model(path, tokenizer, model_digest(path, tokenizer.digest))
+    defaults = sampling_defaults(path) if model_defaults else {}
+    return Model(path, tokenizer, model_digest(path, tokenizer.digest, defaults), defaults)
 
 
-def model_digest(path: Path, tokenizer_digest: str) -> str:
-    """What all workers of a queue have in common: 32 hex digits of tokenizer, configuration and weights."""
-    return fingerprint(files_of(path), tokenizer_digest.encode())
+def model_digest(path: Path, tokenizer_digest: str, defaults: Mapping[str, float] = MappingProxyType({})) -> str:
+    """What all workers of a queue have in common: 32 hex digits of tokenizer, configuration, weights and defaults."""
+    told = repr(sorted(defaults.items())) if defaults else ""
+    return fingerprint(files_of(path), (tokenizer_digest + told).encode())
 
 
 def begin_aside(function: Callable[[str], T], argument: str) -> tuple[threading.Thread, asyncio.Future[T]]:
@@ -59,7 +67,7 @@ def begin_aside(function: Callable[[str], T], argument: str) -> tuple[threading.
         except BaseException as error:
             outcome.set_exception(error)
 
-    thread = threading.Thread(target=work, name=function.__name__, daemon=True)
+    thread = threading.Thread(target=work, name="loader", daemon=True)
     thread.start()
     return thread, asyncio.wrap_future(outcome)
 
