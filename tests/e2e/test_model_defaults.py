@@ -18,7 +18,7 @@ def test_job_without_a_temperature_is_greedy_where_the_model_is(
 
     with gllm.SyncClient(one_url, queue=queue_name) as client:
         unsaid, greedy, hot = (
-            client.result(client.submit("abc", max_tokens=12, **fields), timeout=60).ids
+            client.result(client.submit(prompt="abc", max_tokens=12, **fields), timeout=60).ids
             for fields in ({}, {"temperature": 0}, {"temperature": 5.0})
         )
 
