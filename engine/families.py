@@ -36,6 +36,9 @@ HARMLESS = frozenset(
     use_cache""".split()  # noqa: SIM905
 )
 
+# Keys that may be there with this value only. False turns something off in all others, but changes the maths here.
+FIXED = {"is_causal": True}
+
 
 def every_layer(settings: Settings, layers: int) -> list[str]:
     """A window, where there is one, is every layer's."""

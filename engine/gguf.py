@@ -32,6 +32,7 @@ KNOWN_KEYS = frozenset(
     rope.freq_base rope.scaling.factor rope.scaling.finetuned rope.scaling.type tensor_data_layout
     vocab_size""".split()  # noqa: SIM905
 )
+CAUSAL = "attention.causal"  # must be true where it is there: false is not "off", but attention in both directions
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration, although a tensor
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -136,7 +137,8 @@ class GgufSource:
             raise ModelError(f"{self._path}: architecture {family!r} is not supported (supported: {supported})")
         for key, value in self._settings.raw.items():
             name = key.removeprefix(f"{family}.")
-            if name != key and name not in KNOWN_KEYS and value not in (0, None):
+            harmless = value is True if name == CAUSAL else name in KNOWN_KEYS or value in (0, None)
+            if name != key and not harmless:
                 raise ModelError(f"{self._path}: {key} = {value!r} is an option that gllm does not know")
         return family
 

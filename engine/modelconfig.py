@@ -10,6 +10,7 @@ from engine.families import (
     ACTIVATIONS,
     COMMON,
     FAMILIES,
+    FIXED,
     FULL,
     HARMLESS,
     SLIDING,
@@ -113,10 +114,10 @@ def load_config(directory: Path) -> ModelConfig:
 
 
 def _refuse_unknown(raw: dict[str, Any], family: Family, path: Path) -> None:
-    known = COMMON | HARMLESS | family.keys
+    known, fixed = COMMON | HARMLESS | family.keys, FIXED | family.ignored
     for key, value in raw.items():
-        off = value is None or value is False or value == {}
-        if key not in known and not off and not (key in family.ignored and value == family.ignored[key]):
+        off = value is None or value == {} or (value is False and key not in fixed)
+        if not (off or key in known or (key in fixed and value == fixed[key])):
             raise ModelError(f"{path}: {key} = {value!r} is an option that gllm does not know")
 
 

@@ -132,6 +132,7 @@ def test_an_unknown_architecture_is_refused_by_name(write, refuse, architecture)
         ({"llama.attention.key_length": 16, "llama.attention.value_length": 8}, "llama.attention.value_length"),
         ({"llama.attention.sliding_window": 128}, "llama.attention.sliding_window = 128"),
         ({"llama.attention.scale": 0.5}, "llama.attention.scale = 0.5"),
+        ({"llama.attention.causal": False}, "llama.attention.causal = False"),
         ({"llama.logit_scale": 2.0}, "llama.logit_scale = 2.0"),
         ({"llama.expert_count": 8}, "llama.expert_count = 8"),
         ({"llama.rope.scaling.attn_factor": 1.5}, "llama.rope.scaling.attn_factor = 1.5"),
@@ -152,6 +153,7 @@ def test_metadata_that_is_wrong_or_would_change_the_maths_is_refused(write, refu
 
 def test_settings_that_are_off_or_say_nothing_about_the_maths_are_accepted(write):
     settings = {"llama.expert_count": 0, "llama.vocab_size": 160, "general.name": "x", "llama.rope.dimension_count": 8}
+    settings |= {"llama.attention.causal": True}
     assert GgufSource(write(settings)).config.layers == 2
 
 

@@ -84,7 +84,6 @@ def test_impossible_shapes_are_refused_by_key_and_value(llama, changes, message)
         ("is_encoder_decoder", True),
         ("pruned_heads", {"0": [1]}),
         ("hidden_act", "gelu"),
-        ("hidden_act", "relu2"),
         ("model_type", "mamba"),
         ("model_type", None),
         ("sliding_window", 128),
@@ -99,6 +98,7 @@ def test_impossible_shapes_are_refused_by_key_and_value(llama, changes, message)
         ("logits_scaling", 8.0),
         ("sliding_window_pattern", 6),
         ("use_bidirectional_attention", True),
+        ("is_causal", False),
     ],
     ids=str,
 )
