@@ -93,7 +93,7 @@ class Pool {
 
   std::mutex caller_;
   std::vector<std::thread> helpers_;
-  int wanted_ = 1;
+  std::atomic<int> wanted_{1};  // also read by who does not hold the lock
   std::atomic<int> allowed_{0};
   TileFunction function_ = nullptr;
   void* context_ = nullptr;

@@ -10,7 +10,11 @@ import pytest
 from kernels.cpu import build, levels
 
 SCRIPT = Path(__file__).with_name("sanitized.py")
-SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1")
+SANITIZE = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-O0",
+)  # optimised, it compiles for half a minute
 
 
 def runtimes(compiler: str) -> str:
@@ -36,3 +40,14 @@ def test_kernels_are_clean_under_address_and_undefined_behavior_sanitizers(a_com
     command = [sys.executable, "-P", str(SCRIPT), str(library)]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=110)
     assert (done.returncode, done.stdout) == (0, "clean\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_threads_do_not_race_under_thread_sanitizer(a_compiler, tmp_path):
+    program, sources = tmp_path / "stress", [SCRIPT.with_name("pool_stress.cpp"), build.SOURCES / "pool.cpp"]
+    flags = ["-std=c++20", "-O1", "-g1", "-pthread", "-fsanitize=thread", f"-I{build.SOURCES}", "-o", str(program)]
+    built = subprocess.run([a_compiler, *flags, *map(str, sources)], check=False, capture_output=True, text=True)
+    if built.returncode:
+        pytest.skip(f"{a_compiler} cannot: {built.stderr[:200]}")
+    done = subprocess.run([program], check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
