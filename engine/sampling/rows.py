@@ -49,15 +49,15 @@ class Lists:
     """A list of numbers per row. A row is padded with its own last number: to write that once more changes nothing."""
 
     def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._values = torch.zeros((rows, 0), dtype=dtype, device=device)
+        self._values = torch.zeros((rows, 1), dtype=dtype, device=device)
         self._lengths = [0] * rows
 
     def set(self, row: int, values: Ordered[float]) -> None:
         """Give a row its numbers, at least one."""
         missing = len(values) - self._values.shape[1]
         if missing > 0:
-            wider = self._values.new_zeros(len(self._values), missing)
-            self._values = torch.cat((self._values, wider), 1)
+            padding = self._values[:, -1:].expand(-1, missing)
+            self._values = torch.cat((self._values, padding), 1)
         self._lengths[row] = len(values)
         new = upload(values, self._values.device, self._values.dtype)
         self._values[row, : len(values)] = new

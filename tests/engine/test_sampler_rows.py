@@ -67,16 +67,29 @@ def test_a_row_is_not_haunted_by_who_had_its_slot_before():
         assert after == draw(fresh, logits, [open_row(fresh, 0, sampling)], [1]).ids.item()
 
 
+def listed_row(sampler: Sampler, row: int, what: str, ids: tuple[int, ...]):
+    """A greedy row with a list: tokens that it may not take, by bias or because they would end it too early."""
+    asked = {"logit_bias": dict.fromkeys(ids, -50.0)} if what == "biases" else {"min_tokens": 5}
+    return open_row(sampler, row, SamplingParams(temperature=0.0, **asked), end_ids=ids if what == "ends" else ())
+
+
 @pytest.mark.parametrize("what", ["biases", "ends"])
 def test_a_short_list_beside_a_long_one_holds_nothing_of_who_had_its_row_before(what):
-    def opened(row: int, ids: tuple[int, ...]):
-        asked = {"logit_bias": dict.fromkeys(ids, -50.0)} if what == "biases" else {"min_tokens": 5}
-        return open_row(sampler, row, SamplingParams(temperature=0.0, **asked), end_ids=ids if what == "ends" else ())
-
     sampler = Sampler(2, 160, CPU)
     logits = -torch.arange(160.0).expand(2, -1) / 100
-    opened(0, (5, 0, 1))
-    assert draw(sampler, logits, [opened(0, (9,)), opened(1, (0, 1, 3))], [1, 1]).ids.tolist() == [0, 2]
+    listed_row(sampler, 0, what, (5, 0, 1))
+    sequences = [listed_row(sampler, 0, what, (9,)), listed_row(sampler, 1, what, (0, 1, 3))]
+    assert draw(sampler, logits, sequences, [1, 1]).ids.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(("mine", "expected"), [((9,), 0), ((0,), 1), ((0, 1), 2)])
+@pytest.mark.parametrize("what", ["biases", "ends"])
+def test_a_short_list_stays_what_it_is_when_a_longer_one_comes_later(what, mine, expected):
+    """The lists of all rows are made wider then; what is new in them must say nothing, of token 0 neither."""
+    sampler = Sampler(2, 160, CPU)
+    logits = -torch.arange(160.0).expand(2, -1) / 100
+    sequences = [listed_row(sampler, 0, what, mine), listed_row(sampler, 1, what, (0, 1, 3, 4))]
+    assert draw(sampler, logits, sequences, [1, 1]).ids.tolist() == [expected, 2]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
