@@ -203,7 +203,7 @@ OPTIONS: tuple[Option, ...] = (
         help="Redis URL: redis://, rediss:// (TLS), unix://, sentinel:// or redis+cluster://.",
         also=("GLLM_REDIS_URL",),
     ),
-    Option(name="queue", read=queue_name, help="Queue to serve; one queue serves one model."),
+    Option(name="queue", read=queue_name, help="Name of the queue; one queue serves one model."),
     Option(name="device", read=choice("auto", "cpu", "cuda"), help="Where the engine runs: auto, cpu or cuda."),
     Option(
         name="dtype",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from gllm.reply import Reply
 
+PROMPTS = ("prompt", "messages", "token_ids")
 INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended
 
 
@@ -67,6 +68,8 @@ def _job_fields(
         job["stop"] = list(stop)
     text = _standard_input() if prompt == "-" else prompt
     if text is None:
+        if job.keys().isdisjoint(PROMPTS):
+            raise click.UsageError("PROMPT expected: a text, or - for standard input")
         return job
     if not chat and system is None:
         return {**job, "prompt": text}
