@@ -1,0 +1,190 @@
+"""One use of one kernel: how to launch it, what is right, and what it must move and compute at least."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import exact
+from benchmarks.gpu.machine import Machine
+from kernels import AttentionBatch, Backend, Heads
+
+NAN = float("nan")
+EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`run` launches and gives the result, a new one each time; `exact` gives it in float64.
+
+    `run_on` takes the number of a set of buffers, so that runs in a row do not find each other's data in a cache.
+    """
+
+    run_on: Callable[[int], Tensor]
+    exact: Callable[[], Tensor]
+    bytes: int
+    flops: int = 0
+
+    def run(self) -> Tensor:
+        return self.run_on(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    width: int
+    vocab: int
+
+    @property
+    def grouped(self) -> Heads:
+        return Heads(self.kv_heads, self.heads // self.kv_heads)
+
+
+SHAPES = {
+    "llama-8b": Shape(4096, 14336, 32, 8, 128, 128256),
+    "qwen3-0.6b": Shape(1024, 3072, 16, 8, 128, 151936),
+}
+DRY_SHAPES = {"tiny": Shape(64, 96, 4, 2, 16, 500)}
+
+
+class Maker:
+    """Makes cases with fresh random inputs; `sets` of them for `run_on`."""
+
+    def __init__(self, machine: Machine, backend: Backend, shape: Shape, seed: int, sets: int = 1) -> None:
+        self.machine, self.backend, self.shape, self.sets = machine, backend, shape, sets
+        self._generator = torch.Generator(machine.device).manual_seed(seed)
+        self._random = random.Random(seed)
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self._generator, device=self.machine.device).to(self.machine.dtype)
+
+    def several(self, *size: int) -> list[Tensor]:
+        return [self.normal(*size) for _ in range(self.sets)]
+
+    def numbers(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.machine.device)
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+
+    def norm(self, rows: int) -> Case:
+        xs, weight = self.several(rows, self.shape.hidden), self.normal(self.shape.hidden)
+        run = lambda number: self.backend.rms_norm(xs[number], weight, EPS)  # noqa: E731
+        return Case(run, lambda: exact.rms_norm(xs[0], weight, EPS), 2 * xs[0].nbytes)
+
+    def add_norm(self, rows: int) -> Case:
+        """The sum, in place, and its norm. Beyond the door: only a backend that has it."""
+        fused: Any = getattr(self.backend, "add_rms_norm")  # noqa: B009
+        hiddens, mores = self.several(rows, self.shape.hidden), self.several(rows, self.shape.hidden)
+        before, weight = hiddens[0].clone(), self.normal(self.shape.hidden)
+        right = lambda: exact.rms_norm((before + mores[0]), weight, EPS)  # noqa: E731
+        return Case(lambda n: fused(hiddens[n], mores[n], weight, EPS), right, 4 * before.nbytes)
+
+    def gate(self, rows: int, kind: str) -> Case:
+        gates = self.several(rows, 2 * self.shape.inner)
+        run: Callable[[Tensor], Tensor] = getattr(self.backend, kind)
+        right: Callable[[Tensor], Tensor] = getattr(exact, kind)
+        return Case(lambda number: run(gates[number]), lambda: right(gates[0]), gates[0].nbytes * 3 // 2)
+
+    # -- attention ------------------------------------------------------------------------------------------------
+
+    def attention(
+        self, counts: list[int], lengths: list[int], window: int | None = None, softcap: float | None = None,
+        block_size: int = 16,
+    ) -> Case:  # fmt: skip
+        """A ragged batch over scattered blocks; all that belongs to nobody is NaN."""
+        shape, needed = self.shape, [-(-length // block_size) for length in lengths]
+        tables = self._tables(needed)
+        kvs = [self._pool(tables, needed, lengths, block_size) for _ in range(self.sets)]
+        qs, scale = self.several(sum(counts), shape.heads, shape.width), shape.width**-0.5
+        batch = AttentionBatch(counts, lengths, tables, block_size, shape.grouped)
+        run = lambda n: self.backend.attention(qs[n], kvs[n], batch, scale, window, softcap)  # noqa: E731
+        right = partial(exact.attention, qs[0], kvs[0], tables, counts, lengths, window, softcap)
+        moved = sum(lengths) * shape.kv_heads * shape.width * 2 * kvs[0].element_size() + 2 * qs[0].nbytes
+        pairs = sum(
+            count * (length - count) + count * (count + 1) // 2 for count, length in zip(counts, lengths, strict=True)
+        )
+        return Case(run, right, moved, 4 * shape.heads * shape.width * pairs)
+
+    def _tables(self, needed: list[int]) -> Tensor:
+        """Blocks at random, none twice; block 0 is for padding."""
+        blocks = self._random.sample(range(1, sum(needed) + 4), sum(needed))
+        rows = [[blocks.pop() for _ in range(count)] for count in needed]
+        return self.numbers([row + [0] * (max(needed) + 1 - len(row)) for row in rows])  # pyright: ignore[reportArgumentType]
+
+    def _pool(self, tables: Tensor, needed: list[int], lengths: list[int], block_size: int) -> Tensor:
+        kv = self.normal(2, sum(needed) + 4, self.shape.kv_heads, block_size, self.shape.width)
+        owned = torch.zeros(kv.shape[1], dtype=torch.bool, device=kv.device)
+        for row, count in zip(tables, needed, strict=True):
+            owned[row[:count]] = True
+        kv[:, ~owned] = NAN
+        for row, count, length in zip(tables, needed, lengths, strict=True):
+            if length % block_size:
+                kv[:, row[count - 1], :, length % block_size :] = NAN
+        return kv
+
+    def heads(self, tokens: int, *, normed: bool) -> Case:
+        """Norms of heads, rotation and the store in one launch. Beyond the door."""
+        fused: Any = getattr(self.backend, "norm_rope_store")  # noqa: B009
+        shape, block_size = self.shape, 16
+        every = shape.heads + 2 * shape.kv_heads
+        qkvs = self.several(tokens, every, shape.width)
+        norms = (self.normal(shape.width), self.normal(shape.width)) if normed else None
+        blocks, offsets = self.numbers(list(range(tokens))), self.numbers([t % block_size for t in range(tokens)])
+        positions = self.numbers([self._random.randrange(2000) for _ in range(tokens)], torch.int32)
+        planes = torch.arange(shape.width // 2, device=self.machine.device) / (shape.width // 2)
+        angles = torch.outer(torch.arange(2000.0, device=self.machine.device), 1e4**-planes)
+        turn = (
+            torch.cat((angles.cos(),) * 2, 1)[:, None],
+            torch.cat((-angles.sin(), angles.sin()), 1)[:, None],
+            positions,
+        )
+        kv = torch.full((2, tokens, shape.kv_heads, block_size, shape.width), NAN, device=self.machine.device)
+        kv = kv.to(self.machine.dtype)
+        places = blocks.int(), offsets.int()
+
+        def run(number: int) -> Tensor:
+            queries = fused(qkvs[number], kv, norms, turn, places, EPS)
+            return torch.cat((queries, *kv[:, blocks, :, offsets]), 1) if number == 0 else queries
+
+        def right() -> Tensor:
+            turned, values = qkvs[0].double().split((shape.heads + shape.kv_heads, shape.kv_heads), 1)
+            if norms is not None:
+                pairs = zip(turned.split((shape.heads, shape.kv_heads), 1), norms, strict=True)
+                turned = torch.cat([exact.rms_norm(part, weight, EPS) for part, weight in pairs], 1)
+            return torch.cat((exact.rope(turned, angles[positions]), values), 1)
+
+        return Case(run, right, 2 * qkvs[0].nbytes)
+
+    # -- products -------------------------------------------------------------------------------------------------
+
+    def product(self, rows: int, inner: int, outputs: int) -> Case:
+        weights = self.several(outputs, inner)
+        linears = [self.backend.prepare_linear(weight) for weight in weights]
+        x = self.normal(rows, inner)
+        moved = (outputs * inner + rows * (inner + outputs)) * x.element_size()
+        return Case(
+            lambda n: linears[n](x), lambda: x.double() @ weights[0].double().T, moved, 2 * rows * inner * outputs
+        )
+
+
+def poison(machine: Machine) -> None:
+    """Leave NaN in the memory that the next results will lie in."""
+    sizes = [1 << power for power in range(9, 15 if machine.dry else 24)]
+    held = [torch.full((size,), NAN, dtype=machine.dtype, device=machine.device) for size in sizes for _ in range(4)]
+    del held
+
+
+def worst_row(out: Tensor, right: Tensor) -> float:
+    """The largest relative error of a row (its last dimension); infinite where NaN stands in the wrong place."""
+    out, right = out.double().flatten(0, -2), right.flatten(0, -2)
+    if bool((out.isnan() != right.isnan()).any()):
+        return float("inf")
+    difference = (out - right).nan_to_num().norm(dim=-1)
+    return float((difference / right.nan_to_num().norm(dim=-1).clamp(min=1e-6)).max())
