@@ -68,11 +68,47 @@ def cache(library: ctypes.CDLL, half: int) -> None:
     assert sum(1 for value in kv if value) == 2 * 2 * heads * width
 
 
+class Attention(ctypes.Structure):
+    """As attention.h declares it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "kv", "out", "tables", "counts", "lengths")),
+        ("strides", I64 * 7),
+        ("sizes", I32 * 6),
+        ("scoring", F32 * 2),
+    )
+
+
+def address(memory: ctypes.Array) -> int:
+    return ctypes.addressof(memory)
+
+
+def attention(library: ctypes.CDLL, half: int) -> None:
+    """Values of one: whatever the weights, their average is one. Sequences: a decode, a chunk, a whole prefill."""
+    kv_heads, counts, lengths = 2, [1, 7, 40], [150, 130, 40]
+    for width, group, size, window in ((8, 1, 16, 0), (65, 3, 1, 0), (80, 9, 24, 33), (33, 13, 300, 0)):
+        blocks = [-(-length // size) for length in lengths]
+        columns, pool = max(blocks), sum(blocks)
+        tables, free = list[int](), list(range(pool))
+        for count in blocks:
+            tables += [free.pop() for _ in range(count)] + [-1] * (columns - count)
+        heads, plane = kv_heads * group, pool * kv_heads * size * width
+        q, out = buffer(sum(counts) * heads * width, half, 1), buffer(sum(counts) * heads * width, half)
+        kv, table = buffer(2 * plane, half, 1), integers(tables)
+        spans = (I32 * 3)(*counts), (I32 * 3)(*lengths)
+        strides = heads * width, width, plane, kv_heads * size * width, size * width, width, columns
+        call = Attention(address(q), address(kv), address(out), address(table), *map(address, spans))
+        call.strides, call.sizes = strides, (3, kv_heads, group, width, size, window)
+        call.scoring = (0.1, 0.0)
+        library.gllm_attention(I32(half), ctypes.byref(call))
+        assert list(out) == list(q), (width, group, size, window)
+
+
 def main(path: str) -> None:
     library = ctypes.CDLL(path)
     for threads in (1, 3):
         library.gllm_set_threads(I32(threads))
-        for case, half in itertools.product((linear, rows_of_heads, gates, cache), (0, 1)):
+        for case, half in itertools.product((linear, rows_of_heads, gates, cache, attention), (0, 1)):
             case(library, half)
     print("clean")
 

@@ -9,6 +9,7 @@ import torch
 from kernels import Heads
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import Library, load
+from tests.kernels.cpu.conftest import every_level
 from tests.kernels.layouts import NAN, Ragged, ragged
 
 WIDTHS, GROUPS, KV_HEADS = (8, 64, 65, 80, 96, 128, 256), tuple(range(1, 10)), (1, 2, 3, 5)
@@ -69,6 +70,18 @@ def test_compiled_attention_equals_its_reference(library, cell, dtype):
 def test_compiled_attention_of_long_contexts_equals_its_reference(library, length, dtype):
     batch = ragged(length, Heads(2, 2), 64, 16, [1, min(length, 9)], [length, length], dtype)
     torch.testing.assert_close(batch.attend(backend(library)), batch.attend_by_reference(), **TOLERANCES[dtype])
+
+
+@every_level
+@dtypes
+def test_attention_equals_its_reference_and_keeps_its_bits_on_every_level(cpu, dtype):
+    for number, cell in enumerate(cells()[::9]):
+        batch = mixed(number, cell, dtype)
+        out = batch.attend(cpu)
+        torch.testing.assert_close(out, batch.attend_by_reference(), **TOLERANCES[dtype])
+        for index, count in enumerate(batch.counts):
+            same(cpu, batch, out, [(index, count // 2, count - count // 2)])
+            same(cpu, batch, out, [(index, count - 1, 1)])
 
 
 @pytest.mark.parametrize("spread", [30.0, 100.0])
