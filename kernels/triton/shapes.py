@@ -57,3 +57,9 @@ def attention_options(warps: int) -> Options:
 def row_warps(width: int) -> int:
     """Warps for a program that holds a whole row: 16 elements a thread."""
     return min(16, max(1, power_of_two(width) // 512))
+
+
+def skinny_tiles(itemsize: int, *, gated: bool) -> tuple[Tiles, Options]:
+    """Of `skinny_linear`: 4 KB or more of weights a stage and program, so that few programs keep the memory busy."""
+    block_k = 256 if itemsize < 4 and not gated else 128
+    return {"block_n": 16, "block_k": block_k}, {"num_warps": 4, "num_stages": 4}

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from kernels.triton import decode, floors, heads, lottery, prefill, row, steps
+from kernels.triton import decode, floors, heads, lottery, prefill, row, skinny, steps
 from kernels.triton.backend import GATE_BLOCK, HEADS
 from kernels.triton.sampling import CHUNK, WIDE
-from kernels.triton.shapes import AttentionShape, Options, decode_tiles, prefill_tiles, row_warps
+from kernels.triton.shapes import AttentionShape, Options, decode_tiles, prefill_tiles, row_warps, skinny_tiles
 from kernels.triton.state import ONE, RECORDS, TOKENS
 
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
@@ -157,5 +157,17 @@ def preparing() -> Iterator[Variant]:
         yield Variant(name, kernel, types, constants, ONE, frozenset())
 
 
+def products() -> Iterator[Variant]:
+    aligned = frozenset(("outputs", "x_row", "weight_row", "residual_row", "y_row"))
+    kinds = ((True, False, False), (True, True, False), (False, False, True))  # normed, gated, added
+    for (dtype, inner), flags in product((("bfloat16", 4096), ("bfloat16", 1000), ("float32", 1024)), kinds):
+        known = dict.fromkeys(("x", "norm", "weight", "residual", "y"), POINTERS[dtype]) | {"eps": "fp32"}
+        tiles, options = skinny_tiles(SIZES[dtype], gated=flags[1])
+        constants = {"inner": inner, **dict(zip(("normed", "gated", "added"), flags, strict=True)), **tiles}
+        name = f"skinny_linear {dtype} {inner} {flags}"
+        types = typed(skinny.skinny_linear, known, constants)
+        yield Variant(name, skinny.skinny_linear, types, constants, options, aligned, wide_loads=True)
+
+
 def every_variant() -> list[Variant]:
-    return [*attention(), *merging(), *rows(), *turning(), *sampling(), *preparing()]
+    return [*attention(), *merging(), *rows(), *turning(), *sampling(), *preparing(), *products()]
