@@ -100,7 +100,7 @@ def test_cli_submit_reads_standard_input(on_queue: Gllm, server: redis_sync.Redi
         (["x", "--set", "speed=9"], "speed: unknown field, got 9"),
         (["x", "--set", "id=9"], "id: unknown field, got 9"),
         (["x", "--set", "speed"], "--set: NAME=JSON expected, got 'speed'"),
-        ([], "exactly one expected, got none"),
+        ([], "PROMPT expected: a text, or - for standard input"),
         (["x", "--set", "token_ids=[1]"], "got prompt and token_ids"),
         (["x", "--id", "a b"], 'id: .*got "a b"'),
         (["x", "--priority", "urgent"], "priority: one of high, normal, low"),

@@ -41,12 +41,6 @@ def test_submit_says_when_too_few_replicas_have_the_job(
         assert server.xlen(keys.jobs("normal", 0)) == 1
 
 
-def test_submit_without_a_prompt_says_what_is_missing(commands: Commands) -> None:
-    result = commands("submit", "--max-tokens", "3")
-    assert result.exit_code == 2
-    assert result.stderr.endswith("Error: PROMPT expected: a text, or - for standard input\n"), result.stderr
-
-
 def test_submit_takes_token_ids_in_place_of_a_prompt(redis_url: str, keys: Keys, commands: Commands) -> None:
     assert commands("submit", "--set", "token_ids=[1,2]", "--detach").exit_code == 0
     with connect_sync(redis_url) as server:
