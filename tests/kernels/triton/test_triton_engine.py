@@ -1,0 +1,27 @@
+"""A whole engine on the Triton kernels, through the interpreter: the tokens that plain torch gives."""
+
+import pytest
+
+from engine import Engine, EngineConfig
+from kernels.triton.backend import TritonBackend
+from tests.engine.driving import poison, request, run
+from tests.engine.models import save
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("qwen3", {}), ("gemma2", {"sliding_window": 5})])
+def test_an_engine_on_triton_kernels_gives_the_tokens_of_torch(tmp_path, monkeypatch, kind, changes):
+    """Chunks, decodes and mixed steps, on a pool full of NaN; q/k norms, or windows and soft-caps."""
+    save(tmp_path, kind, head_dim=16, num_hidden_layers=2, **changes)
+    config = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", kernels="torch", block_size=4,
+                          kv_blocks=40, max_step_tokens=8, threads=1)  # fmt: skip
+    requests = [request("a", range(3, 16)), request("b", [9]), request("c", range(30, 37))]
+    expected = run(Engine(config), requests)
+    backend = TritonBackend(deterministic=True)
+    monkeypatch.setattr("engine.runner.select", lambda **asked: backend)
+    engine = Engine(config)
+    poison(engine)
+    replies = run(engine, requests)
+    assert {name: reply.tokens for name, reply in replies.items()} == {
+        name: reply.tokens for name, reply in expected.items()
+    }
+    assert {variant[0] for variant in backend._announced} >= {"decode_splits", "prefill", "rms_norm", "gate"}
