@@ -30,6 +30,7 @@ def read_directory(path: Path) -> TokenizerFiles:
     config = _read_json(path / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= _read_json(path / "special_tokens_map.json")  # how these tokens were named before 2023
+    _add_listed(backend, config.get("added_tokens_decoder") or {}, path / "tokenizer_config.json")
     named, extra = _named_tokens(config), _extra_tokens(config)
     _mark_special(backend, [*named.values(), *extra])
     end = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
@@ -81,6 +82,24 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _extra_tokens(config: dict[str, Any]) -> list[str]:
     listed = [token for name in EXTRA if isinstance(config.get(name), list) for token in config[name]]
     return [content for token in listed if (content := _content(token)) is not None]
+
+
+def _add_listed(backend: tokenizers.Tokenizer, listed: Any, source: Path) -> None:
+    """Add the tokens that the tokenizer.json has not, by rising id, or has with other switches: the config's count.
+
+    What the tokenizer.json calls special stays special: the library never forgets that.
+    """
+    added = backend.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special}
+    try:
+        numbers = {int(number): token for number, token in listed.items()}
+        tokens = [tokenizers.AddedToken(**numbers[number]) for number in sorted(numbers)]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"{source}: added_tokens_decoder: tokens by their ids expected: {error}") from error
+    for token in tokens:
+        token.special = token.special or token.content in special
+    known = set(map(repr, added))  # not as tokens: those of equal text are equal, whatever their switches
+    backend.add_tokens([token for token in tokens if repr(token) not in known])
 
 
 def _mark_special(backend: tokenizers.Tokenizer, contents: list[str]) -> None:
