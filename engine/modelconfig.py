@@ -110,7 +110,7 @@ def load_config(directory: Path) -> ModelConfig:
     family = FAMILIES[name]
     raw = family.defaults | raw
     _refuse_unknown(raw, family, path)
-    return _from_settings(Settings(raw, path), name, _eos_ids(raw, directory))
+    return config_of(Settings(raw, path), name, _eos_ids(raw, directory))
 
 
 def _refuse_unknown(raw: dict[str, Any], family: Family, path: Path) -> None:
@@ -121,7 +121,8 @@ def _refuse_unknown(raw: dict[str, Any], family: Family, path: Path) -> None:
             raise ModelError(f"{path}: {key} = {value!r} is an option that gllm does not know")
 
 
-def _from_settings(settings: Settings, name: str, eos: list[int]) -> ModelConfig:
+def config_of(settings: Settings, name: str, eos: list[int]) -> ModelConfig:
+    """The flags of a family `name` with the `settings` of a config.json in which nothing is unknown."""
     family, hidden = FAMILIES[name], settings.count("hidden_size")
     heads, kv_heads = settings.count("num_attention_heads"), settings.optional_count("num_key_value_heads")
     shape = head_shape(settings.path, hidden, heads, kv_heads, settings.optional_count("head_dim"))

@@ -117,7 +117,7 @@ def test_quantised_tensors_are_read_as_the_gguf_package_reads_them(tmp_path, mak
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ["mamba", "gemma2", "llama4"])
+@pytest.mark.parametrize("architecture", ["mamba", "gemma", "llama4"])
 def test_an_unknown_architecture_is_refused_by_name(write, refuse, architecture):
     refuse(write(architecture=architecture), f"architecture {architecture!r} is not supported")
 
@@ -125,7 +125,8 @@ def test_an_unknown_architecture_is_refused_by_name(write, refuse, architecture)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
+        ({"llama.rope.scaling.type": "dynamic"}, "rope scaling 'dynamic'"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.factor: a positive number"),
         ({"llama.rope.scaling.type": "linear"}, "llama.rope.scaling.factor: a positive number"),
         ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}, "got 0.0"),
         ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count"),
@@ -141,7 +142,10 @@ def test_an_unknown_architecture_is_refused_by_name(write, refuse, architecture)
         ({"llama.attention.head_count": "4"}, "llama.attention.head_count"),
         ({"llama.attention.head_count_kv": [2, 1]}, "llama.attention.head_count_kv"),
         ({"llama.attention.head_count_kv": 3}, "4 heads, 3 key/value heads"),
-        ({"llama.embedding_length": 30}, "hidden_size 30 is no multiple"),
+        (
+            {"llama.embedding_length": 30, "llama.attention.key_length": None, "llama.attention.value_length": None},
+            "hidden_size 30 is no multiple",
+        ),
         ({"llama.rope.freq_base": -1.0}, "llama.rope.freq_base"),
         ({"tokenizer.ggml.eos_token_id": "2"}, "tokenizer.ggml.eos_token_id"),
     ],
