@@ -40,6 +40,7 @@ def test_gpu_session_runs_dry_with_every_stage(tmp_path: Path) -> None:
     assert lines["engine: tokens as on a CPU"]["ok"]
     assert lines["engine: launches without waiting"]["ok"]
     assert lines["tiny: mixed, windowed"]["ok"]
+    assert lines["tiny: the same bits, attention"]["ok"]
     assert lines["tiny: step, batch 2"]["value"] > 0
     assert lines["tiny: step without graphs"]["said"].startswith("not built")
     assert lines["transformers, sdpa, 3 requests of 4 tokens"]["value"] > 0
@@ -131,8 +132,8 @@ def test_gpu_correctness_sees_a_wrong_row(monkeypatch: pytest.MonkeyPatch, chang
 def test_gpu_float64_references_mean_what_the_references_mean() -> None:
     for window, softcap in ((None, None), (7, None), (None, 2.0)):
         case = maker(3).attention([1, 9, 3], [40, 9, 20], window, softcap)
-        arguments = case.exact.args
-        right = reference.attention(*arguments[:5], arguments[0].shape[2] ** -0.5, window, softcap)
+        q, kv, tables, counts, lengths, *_ = case.exact.args
+        right = reference.attention(q, kv, tables, counts, lengths, q.shape[2] ** -0.5, window, softcap)
         assert worst_row(right, case.exact()) < 1e-5
     gates, x, weight = torch.randn(3, 8), torch.randn(3, 4, 8), torch.randn(8)
     assert worst_row(reference.silu_mul(gates), exact.silu_mul(gates)) < 1e-6

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu import drawing
 from benchmarks.gpu.cases import DRY_SHAPES, SHAPES, Case, Maker, Shape
-from benchmarks.gpu.correctness import BEYOND_THE_DOOR
+from benchmarks.gpu.correctness import built
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.report import Line, not_built
 
@@ -64,9 +64,9 @@ def _rows(machine: Machine, name: str, shape: Shape) -> Iterator[Line]:
         "heads, normed": lambda maker: maker.heads(rows, normed=True),
     }
     for kind, make in makes.items():
-        title, needed = f"{name}: {kind}, {rows} rows", BEYOND_THE_DOOR.get(kind)
-        if needed is not None and not hasattr(machine.backend(), needed):
-            yield not_built(title, f"{machine.backend().name} has no {needed}")
+        title = f"{name}: {kind}, {rows} rows"
+        if not built(machine.backend(), kind):
+            yield not_built(title, f"{machine.backend().name} has no such kernel")
         else:
             yield from machine.attempt(title, partial(measure, machine, title, shape, make, 1, None), 2)
 
@@ -80,9 +80,16 @@ def _products(machine: Machine, name: str, shape: Shape) -> Iterator[Line]:
         for kind, (inner, out) in sizes.items():
             title, copies = f"{name}: {kind}, {rows} rows", machine.copies(inner * out * machine.dtype.itemsize)
             make = partial(Maker.product, rows=rows, inner=inner, outputs=out)
-            yield from machine.attempt(
-                title, partial(measure, machine, title, shape, make, copies, PRODUCT_TARGET, 12), 2
-            )
+            work = partial(measure, machine, title, shape, make, copies, PRODUCT_TARGET, 12)
+            yield from machine.attempt(title, work, 2)
+    for gated in (False, True):
+        title = f"{name}: few rows, norm{' and SwiGLU' if gated else ''}, 1 row"
+        if not built(machine.backend(), "few rows"):
+            yield not_built(title, f"{machine.backend().name} has no such kernel")
+            continue
+        copies = machine.copies(shape.hidden * (2 * shape.inner if gated else shape.hidden) * machine.dtype.itemsize)
+        make = partial(Maker.few_rows, rows=1, normed=True, gated=gated)
+        yield from machine.attempt(title, partial(measure, machine, title, shape, make, copies, PRODUCT_TARGET, 12), 2)
 
 
 @torch.inference_mode()

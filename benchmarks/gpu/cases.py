@@ -54,6 +54,25 @@ SHAPES = {
 DRY_SHAPES = {"tiny": Shape(64, 96, 4, 2, 16, 500)}
 
 
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Queries, a pool, and where each sequence lies in it."""
+
+    q: Tensor
+    kv: Tensor
+    tables: Tensor
+    grouped: Heads
+
+    def fresh(self, maker: "Maker") -> "Ragged":
+        """The same numbers elsewhere in memory."""
+        return Ragged(maker.normal(*self.q.shape), self.kv.clone(), self.tables, self.grouped)
+
+    def attend(self, backend: Backend, rows: list[int], counts: list[int], lengths: list[int], q: Tensor) -> Tensor:
+        """Attention of the sequences in these rows of the tables."""
+        batch = AttentionBatch(counts, lengths, self.tables[rows], self.kv.shape[3], self.grouped)
+        return backend.attention(q, self.kv, batch, self.q.shape[2] ** -0.5)
+
+
 class Maker:
     """Makes cases with fresh random inputs; `sets` of them for `run_on`."""
 
@@ -79,7 +98,7 @@ class Maker:
         return Case(run, lambda: exact.rms_norm(xs[0], weight, EPS), 2 * xs[0].nbytes)
 
     def add_norm(self, rows: int) -> Case:
-        """The sum, in place, and its norm. Beyond the door: only a backend that has it."""
+        """The sum, in place, and its norm; Triton's only."""
         fused: Any = getattr(self.backend, "add_rms_norm")  # noqa: B009
         hiddens, mores = self.several(rows, self.shape.hidden), self.several(rows, self.shape.hidden)
         before, weight = hiddens[0].clone(), self.normal(self.shape.hidden)
@@ -98,19 +117,23 @@ class Maker:
         self, counts: list[int], lengths: list[int], window: int | None = None, softcap: float | None = None,
         block_size: int = 16,
     ) -> Case:  # fmt: skip
+        sets = [self.ragged(counts, lengths, block_size)]
+        sets += [sets[0].fresh(self) for _ in range(self.sets - 1)]
+        first, scale = sets[0], self.shape.width**-0.5
+        batch = AttentionBatch(counts, lengths, first.tables, block_size, self.shape.grouped)  # of all, as in a step
+        run = lambda n: self.backend.attention(sets[n].q, sets[n].kv, batch, scale, window, softcap)  # noqa: E731
+        right = partial(exact.attention, first.q, first.kv, first.tables, counts, lengths, window, softcap)
+        key_bytes = self.shape.kv_heads * self.shape.width * 2 * first.kv.element_size()
+        pairs = sum(n * (length - n) + n * (n + 1) // 2 for n, length in zip(counts, lengths, strict=True))
+        moved = sum(lengths) * key_bytes + 2 * first.q.nbytes
+        return Case(run, right, moved, 4 * self.shape.heads * self.shape.width * pairs)
+
+    def ragged(self, counts: list[int], lengths: list[int], block_size: int = 16) -> "Ragged":
         """A ragged batch over scattered blocks; all that belongs to nobody is NaN."""
-        shape, needed = self.shape, [-(-length // block_size) for length in lengths]
+        needed = [-(-length // block_size) for length in lengths]
         tables = self._tables(needed)
-        kvs = [self._pool(tables, needed, lengths, block_size) for _ in range(self.sets)]
-        qs, scale = self.several(sum(counts), shape.heads, shape.width), shape.width**-0.5
-        batch = AttentionBatch(counts, lengths, tables, block_size, shape.grouped)
-        run = lambda n: self.backend.attention(qs[n], kvs[n], batch, scale, window, softcap)  # noqa: E731
-        right = partial(exact.attention, qs[0], kvs[0], tables, counts, lengths, window, softcap)
-        moved = sum(lengths) * shape.kv_heads * shape.width * 2 * kvs[0].element_size() + 2 * qs[0].nbytes
-        pairs = sum(
-            count * (length - count) + count * (count + 1) // 2 for count, length in zip(counts, lengths, strict=True)
-        )
-        return Case(run, right, moved, 4 * shape.heads * shape.width * pairs)
+        kv = self._pool(tables, needed, lengths, block_size)
+        return Ragged(self.normal(sum(counts), self.shape.heads, self.shape.width), kv, tables, self.shape.grouped)
 
     def _tables(self, needed: list[int]) -> Tensor:
         """Blocks at random, none twice; block 0 is for padding."""
@@ -130,7 +153,7 @@ class Maker:
         return kv
 
     def heads(self, tokens: int, *, normed: bool) -> Case:
-        """Norms of heads, rotation and the store in one launch. Beyond the door."""
+        """Norms of heads, rotation and the store in one launch; Triton's only."""
         fused: Any = getattr(self.backend, "norm_rope_store")  # noqa: B009
         shape, block_size = self.shape, 16
         every = shape.heads + 2 * shape.kv_heads
@@ -151,7 +174,7 @@ class Maker:
 
         def run(number: int) -> Tensor:
             queries = fused(qkvs[number], kv, norms, turn, places, EPS)
-            return torch.cat((queries, *kv[:, blocks, :, offsets]), 1) if number == 0 else queries
+            return torch.cat((queries, *kv[:, blocks, :, offsets].unbind(1)), 1) if number == 0 else queries
 
         def right() -> Tensor:
             turned, values = qkvs[0].double().split((shape.heads + shape.kv_heads, shape.kv_heads), 1)
@@ -172,6 +195,25 @@ class Maker:
         return Case(
             lambda n: linears[n](x), lambda: x.double() @ weights[0].double().T, moved, 2 * rows * inner * outputs
         )
+
+    def few_rows(self, rows: int, *, normed: bool = False, gated: bool = False, added: bool = False) -> Case:
+        """A product of at most 16 rows with what stands before and after it; Triton's only."""
+        from kernels.triton.products import multiply_few
+
+        inner = self.shape.hidden
+        outputs = self.shape.inner if gated else inner
+        x, norm, weights = self.normal(rows, inner), self.normal(inner), self.several(outputs * (1 + gated), inner)
+        residual = self.normal(rows, outputs) if added else None
+        scale = (norm, EPS) if normed else None
+
+        def right() -> Tensor:
+            y = (exact.rms_norm(x, norm, EPS) if normed else x.double()) @ weights[0].double().T
+            y = exact.silu_mul(y) if gated else y
+            return y if residual is None else y + residual
+
+        moved = weights[0].nbytes + x.nbytes
+        run = lambda n: multiply_few(x, weights[n], norm=scale, gated=gated, residual=residual)  # noqa: E731
+        return Case(run, right, moved, 2 * rows * len(weights[0]) * inner)
 
 
 def poison(machine: Machine) -> None:

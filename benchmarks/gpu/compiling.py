@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu import drawing
 from benchmarks.gpu.bounds import DECODES, PREFILLS
 from benchmarks.gpu.cases import DRY_SHAPES, SHAPES, Case, Maker
-from benchmarks.gpu.correctness import BEYOND_THE_DOOR, cases
+from benchmarks.gpu.correctness import built, cases
 from benchmarks.gpu.machine import Machine, cores
 from benchmarks.gpu.report import Line, not_built
 
@@ -53,11 +53,8 @@ def works(machine: Machine) -> list[Callable[[], object]]:
     found: list[Callable[[], object]] = []
     for shape in (DRY_SHAPES if machine.dry else SHAPES).values():
         maker = Maker(machine, machine.backend(), shape, seed=1)
-        makes = [
-            make
-            for title, make in cases(maker, dry=machine.dry).items()
-            if BEYOND_THE_DOOR.get(title) is None or hasattr(maker.backend, BEYOND_THE_DOOR[title])
-        ]
+        small = cases(maker, dry=machine.dry).items()
+        makes = [make for title, make in small if built(maker.backend, title)]
         makes += [partial(maker.attention, [1] * sequences, [64] * sequences) for sequences, _ in DECODES]
         makes += [partial(maker.attention, counts, counts) for counts, _ in PREFILLS[::2]]
         makes += [partial(maker.norm, 128), partial(maker.gate, 128, "silu_mul")]

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import agreement, drawing
+from benchmarks.gpu import agreement, drawing, invariance, preparing
 from benchmarks.gpu.cases import DRY_SHAPES, SHAPES, Case, Maker, poison, worst_row
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.report import Line, not_built
+from kernels import Backend
 
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
-BEYOND_THE_DOOR = {"add + norm": "add_rms_norm", "heads": "norm_rope_store", "heads, normed": "norm_rope_store"}
+TRITON_ONLY = ("add + norm", "heads", "few rows")  # titles that begin so: beyond the door that all backends have
 
 
 def cases(maker: Maker, *, dry: bool) -> dict[str, Callable[[], Case]]:
@@ -31,6 +32,10 @@ def cases(maker: Maker, *, dry: bool) -> dict[str, Callable[[], Case]]:
         "GELU": lambda: maker.gate(5, "gelu_mul"),
         "heads": lambda: maker.heads(5, normed=False),
         "heads, normed": lambda: maker.heads(5, normed=True),
+        "few rows": lambda: maker.few_rows(5),
+        "few rows, norm": lambda: maker.few_rows(16, normed=True),
+        "few rows, norm and SwiGLU": lambda: maker.few_rows(1, normed=True, gated=True),
+        "few rows, residual": lambda: maker.few_rows(7, added=True),
         "product": lambda: maker.product(5, maker.shape.hidden, 3 * maker.shape.hidden),
         "decode": lambda: maker.attention(*decodes),
         "decode, windowed": lambda: maker.attention(*decodes, window=40),
@@ -51,14 +56,19 @@ def stage(machine: Machine) -> Iterator[Line]:
         seed = random.SystemRandom().randrange(2**31)
         yield Line(name=f"{name}: inputs' seed", value=seed)
         for title, make in cases(Maker(machine, backend, shape, seed), dry=machine.dry).items():
-            needed = BEYOND_THE_DOOR.get(title)
-            if needed is not None and not hasattr(backend, needed):
-                yield not_built(f"{name}: {title}", f"{backend.name} has no {needed}")
+            if not built(backend, title):
+                yield not_built(f"{name}: {title}", f"{backend.name} has no such kernel")
             else:
                 yield from machine.attempt(f"{name}: {title}", partial(check, machine, f"{name}: {title}", make))
+    yield from invariance.check(machine)
+    yield from preparing.check(machine, built=built(backend, "heads"))
     yield from drawing.check(machine)
     yield from agreement.check(machine)
     yield from machine.attempt("compute-sanitizer", lambda: sanitize(machine))
+
+
+def built(backend: Backend, title: str) -> bool:
+    return not title.startswith(TRITON_ONLY) or backend.name.startswith("triton")
 
 
 @torch.inference_mode()
