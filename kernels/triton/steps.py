@@ -123,7 +123,7 @@ def lay_out(
     tokens = tl.load(starts + 1 + i, mask=inside, other=0) - tl.load(starts + i, mask=inside, other=0)
     length = tl.load(ends + i, mask=inside, other=0)
     first = tl.maximum(length - window, 0) // split if windowed else 0
-    parts = tl.where((tokens == 1) & (length > 0), tl.cdiv(length, split) - first, 0)
+    parts = tl.where(tokens == 1, tl.cdiv(length, split) - first, 0)  # none where nobody is
     tiles = tl.where(tokens > 1, tl.cdiv(tokens, tile_tokens), 0)
     tl.store(splits + 1 + i, tl.cumsum(parts, 0), mask=inside)
     tl.store(tile_starts + 1 + i, tl.cumsum(tiles, 0), mask=inside)

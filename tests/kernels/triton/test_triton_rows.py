@@ -35,6 +35,7 @@ def test_triton_add_and_norm_is_an_addition_and_a_norm(dtype):
     expected = hidden + more
     normed = BACKEND.add_rms_norm(hidden, more, weight, 1e-5)
     assert torch.equal(hidden, expected)
+    assert torch.equal(normed, BACKEND.rms_norm(expected, weight, 1e-5))  # of the sum as it is kept, rounded
     torch.testing.assert_close(normed, reference.rms_norm(expected, weight, 1e-5), **TOLERANCES[dtype])
 
 

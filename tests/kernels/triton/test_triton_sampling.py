@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine import SamplingParams
 from engine.sampler import Sampler
-from kernels import gumbel, ranks, row_keys
+from engine.sampling.filters import nucleus_floor, top_k_floor
+from kernels import block_maxima, gumbel, ranks, row_keys
 from kernels.triton import lottery
 from kernels.triton.sampling import CHUNK, Lottery, Parameters
 from tests.engine.sampling import CPU, draw, open_row
@@ -32,6 +33,28 @@ def noise_kernel(seeds, positions, places, noise, size: tl.constexpr):
 def reach_kernel(scores, rank, out, size: tl.constexpr):
     i = tl.arange(0, size)
     tl.store(out + i, lottery.reach(tl.load(scores + i), tl.load(rank + i)))
+
+
+@triton.jit
+def win_kernel(scores, keys, out, size: tl.constexpr):
+    i = tl.arange(0, size)
+    none = tl.load(scores) * 0 - float("inf")
+    _, winner = lottery.win(tl.load(scores + i), tl.load(keys), tl.load(keys + 1), i, none, 0x7FFFFFFF)
+    tl.store(out, winner)
+
+
+def test_triton_lottery_gives_equals_to_the_lowest_token():
+    """Scores that undo the noise, so that hundreds of sums are the same float."""
+    ids, differ = torch.arange(1024), set()
+    for position in range(5):
+        keys, out = row_keys(torch.tensor([3]), torch.tensor([position])), torch.zeros(1, dtype=torch.int32)
+        scores = 10 - gumbel(keys, ids)[0]
+        totals = scores + gumbel(keys, ids)[0]
+        best = (totals == totals.max()).nonzero().squeeze(1)
+        win_kernel[(1,)](scores, keys[0], out, size=1024)
+        assert out.item() == best[0]
+        differ.add(len(best) > 1)
+    assert True in differ
 
 
 def test_triton_noise_has_the_bits_of_its_definition():
@@ -65,6 +88,21 @@ def parameters(asked: list[SamplingParams], sampler: Sampler) -> Parameters:
     return Parameters(temperatures.float(), top_ks.int(), top_ps, min_ps.log().float(), seeds, last)
 
 
+def floors(logits: Tensor, asked: list[SamplingParams]) -> list[float]:
+    """The lowest score that each row keeps, by the engine's filters."""
+    found = []
+    for row, one in zip(logits, asked, strict=True):
+        scores = ((row - row.max()) / torch.tensor(one.temperature))[None]
+        floor = torch.tensor([-math.inf])
+        if one.top_k:
+            floor = top_k_floor(scores, block_maxima(scores), torch.tensor([one.top_k]), one.top_k)
+            scores = scores.masked_fill(scores < floor, -math.inf)
+        if one.top_p < 1:
+            floor = nucleus_floor(scores, block_maxima(scores), torch.tensor([one.top_p], dtype=torch.float64))
+        found.append(max(floor.item(), math.log(one.min_p) if one.min_p else -math.inf))
+    return found
+
+
 def compare(logits: Tensor, asked: list[SamplingParams], positions: list[int], **kinds: bool) -> list[int]:
     """Both samplers draw the same tokens; their tokens."""
     sampler = Sampler(len(asked), logits.shape[1], CPU)
@@ -74,10 +112,13 @@ def compare(logits: Tensor, asked: list[SamplingParams], positions: list[int], *
     out, broken = torch.full((2, len(asked)), -7, dtype=torch.int32)
     state = parameters(asked, sampler)
     kinds = {"random": True, "filtered": True} | kinds
-    Lottery(len(asked), logits.shape[1], CPU).draw(logits, rows, places, state, out, broken, **kinds)
+    lots = Lottery(len(asked), logits.shape[1], CPU)
+    lots.draw(logits, rows, places, state, out, broken, **kinds)
     assert out.tolist() == expected.ids.tolist()
     assert broken.bool().tolist() == expected.broken.tolist()
     assert torch.equal(state.last_tokens, out)
+    if kinds["filtered"] and not any(broken) and all(one.temperature for one in asked):
+        assert lots._floors.tolist() == pytest.approx(floors(logits, asked), rel=1e-7)
     return out.tolist()
 
 
