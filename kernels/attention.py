@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.rows import TILE
 from kernels.tiles import Paging, Scoring, Span, attend_tile, gather, hide, merge, row_counts
+from kernels.transfer import upload
 
 PAIRS = 64  # (sequence, key tile) pairs whose keys and values a decode gathers at once: bounds its memory
 
@@ -115,7 +116,7 @@ class _Decodes:
         self._heads, self._keys = heads, paging.tile_keys
         tiles = {decode: paging.tile_range(decode.first_key, decode.length) for decode in decodes}
         decodes = sorted(decodes, key=lambda decode: -len(tiles[decode]))
-        self.tokens = torch.tensor([decode.token for decode in decodes], device=paging.tables.device)
+        self.tokens = upload([decode.token for decode in decodes], paging.tables.device)
         self.in_order = [decode.token for decode in decodes] == list(range(len(decodes)))
         most = len(tiles[decodes[0]])
         having = [[decode for decode in decodes if len(tiles[decode]) > number] for number in range(most)]
@@ -157,7 +158,7 @@ class _Decodes:
 
 def _pair(paging: Paging, heads: Heads, tiles: list[list[tuple[_Decode, int]]]) -> _Pairs:
     facts = [(d.sequence, tile, d.first_key, d.length) for pairs in tiles for d, tile in pairs]
-    sequence, tile, first, length = torch.tensor(facts, device=paging.tables.device).T
+    sequence, tile, first, length = upload(facts, paging.tables.device).T
     blocks, unseen = paging.locate(sequence, tile, Span(first, length))
     mask = hide(unseen).repeat_interleave(heads.kv, 0)[:, None]
     return _Pairs([len(pairs) for pairs in tiles], blocks, unseen[:, None, :, None], mask)
@@ -206,7 +207,7 @@ class _Chunk:
         self._heads, self._queries = heads, queries
         self._rows = -(-queries.count * heads.group // TILE) * TILE
         numbers = paging.tile_range(queries.first_key, queries.length)
-        tile = torch.tensor(numbers, device=device)
+        tile = upload(numbers, device)
         seen = Span(torch.full_like(tile, queries.first_key), torch.full_like(tile, queries.length))
         blocks, unseen = paging.locate(torch.full_like(tile, queries.sequence), tile, seen)
         self._blocks, self._unseen = blocks.view(len(tile), -1), unseen[:, None, :, None]

@@ -49,7 +49,10 @@ def theirs(machine: Machine, shape: str, prompts: list[Prompt], new: int, attent
     if "flash" in attention and machine.dry:
         return [not_built(name, "needs CUDA")]
     machine.release()
-    model: Any = _model(AutoModelForCausalLM, machine, shape, attention)
+    try:
+        model: Any = _model(AutoModelForCausalLM, machine, shape, attention)
+    except ImportError as error:  # the package of that attention
+        return [not_built(name, f"{error}"[:200])]
     greedy = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes: dict[str, Any] = {"max_memory_percent": 0.4}
     if machine.dry:
