@@ -1,7 +1,8 @@
 """The tokenizer inside a GGUF file: its metadata becomes the same kind of tokenizer that an HF directory has.
 
 Two kinds are known: `gpt2`, byte-level BPE whose way of cutting text into words is named by `tokenizer.ggml.pre`, and
-`llama`, SentencePiece BPE with byte fallback. A kind that cannot be rebuilt exactly is refused by name.
+`llama`, SentencePiece BPE with byte fallback. A kind that cannot be rebuilt exactly is refused by name. What no entry
+tells although the authors' tokenizers do it, as with Gemma's spaces, follows from the architecture.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,8 +16,11 @@ from engine.gguf_head import read_metadata
 from worker.models import ModelError
 from worker.tokenizer_files import DEFAULT_TEMPLATE, TokenizerFiles
 
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # tokenizer.ggml.token_type, as the GGUF specification numbers them
+# tokenizer.ggml.token_type, as the GGUF specification numbers them.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 SPACE = "\u2581"  # SentencePiece's spelling of a space
+GEMMA, PHI3 = ("gemma2", "gemma3"), "phi3"  # architectures whose own tokenizers have rules that no entry tells of
+NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other special tokens take the white space that follows
 
 # How the models of each kind cut text, as their authors' tokenizer.json has it.
 _LLAMA3 = (
@@ -25,9 +29,15 @@ _LLAMA3 = (
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    rf"|\p{{N}}{_REST}"
+)
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
+    rf"|\p{{N}}{{1,3}}{_REST}"
 )
 # Old files name no kind; this is what llama.cpp, which they were made for, does with them.
 _UNNAMED = (
@@ -65,6 +75,10 @@ PRE: dict[str, _Kind] = {
     "llama-v3": (_split(_LLAMA3), None, True, True),
     "qwen2": (_split(_QWEN2), normalizers.NFC(), False, False),
     "tekken": (_split(_TEKKEN), None, True, True),
+    "smaug-bpe": (_split(_LLAMA3), None, True, False),  # SmolLM3: Llama 3's, without its beginning
+    "dbrx": (_split(_LLAMA3), None, False, False),  # OLMo 2, Phi-4, Granite 4
+    "gpt-4o": (_split(_GPT4O), None, False, False),  # Phi-4-mini
+    "refact": (_digits_and_words, None, False, False),  # Granite 3
     "default": (_split(*_UNNAMED), None, False, False),
 }
 
@@ -114,6 +128,7 @@ class _Metadata:
         self._entries = read_metadata(path)
         if self.get("model") == "llama":
             self._entries = {f"tokenizer.ggml.{name}": number for name, number in _LLAMA_IDS.items()} | self._entries
+        self.architecture = self._entries.get("general.architecture")
 
     def get(self, name: str, default: Any = None) -> Any:
         return self._entries.get(f"tokenizer.ggml.{name}", default)
@@ -155,11 +170,13 @@ def _sentencepiece(meta: _Metadata, tokens: list[str]) -> tokenizers.Tokenizer:
     if meta.get("precompiled_charsmap"):
         raise ModelError(f"{meta.path}: tokenizer.ggml.precompiled_charsmap is not supported with model 'llama'")
     prefix = bool(meta.get("add_space_prefix", True))
-    types = meta.required("token_type")
+    types, scores = meta.required("token_type"), meta.required("scores")
+    if meta.architecture in GEMMA:
+        tokens, types, scores = _as_gemma(tokens, types)
     unknown = meta.token_id("unknown_token_id", tokens)
     model = models.BPE(
         _vocabulary(tokens),
-        _merges_by_score(tokens, meta.required("scores"), types),
+        _merges_by_score(tokens, scores, types),
         unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=BYTE in types,
@@ -189,6 +206,14 @@ def _pair(meta: _Metadata, merge: str) -> tuple[str, str]:
     return left, right
 
 
+def _as_gemma(tokens: list[str], types: list[int]) -> tuple[list[str], list[int], list[float]]:
+    """As Gemma's tokenizer.json has it: runs of spaces are pieces like others, and what comes first is joined first."""
+    runs = [len(content) > 1 and not content.strip(" ") for content in tokens]
+    spelled = [content.replace(" ", SPACE) if run else content for content, run in zip(tokens, runs, strict=True)]
+    kinds = [NORMAL if run else kind for kind, run in zip(types, runs, strict=True)]
+    return spelled, kinds, [-float(number) for number in range(len(tokens))]
+
+
 def _merges_by_score(tokens: list[str], scores: list[float], types: list[int]) -> list[tuple[str, str]]:
     """SentencePiece joins the pair whose result has the best score: the same as merges in the order of the scores."""
     skipped = {UNKNOWN, CONTROL, BYTE, USER_DEFINED}
@@ -209,7 +234,7 @@ def _finish(meta: _Metadata, backend: tokenizers.Tokenizer, tokens: list[str], a
     """Add the tokens that are matched whole in any text, and what goes around a text."""
     kinds = zip(tokens, meta.get("token_type", []), strict=False)
     whole = [(content, kind) for content, kind in kinds if kind in (UNKNOWN, CONTROL, USER_DEFINED)]
-    backend.add_tokens([AddedToken(text, normalized=False, special=kind != USER_DEFINED) for text, kind in whole])
+    backend.add_tokens([_whole(meta, text, kind) for text, kind in whole])
     bos = meta.token_id("bos_token_id", tokens) if meta.get("add_bos_token", adds_bos) else None
     eos = meta.token_id("eos_token_id", tokens) if meta.get("add_eos_token", False) else None
     around = [number for number in (bos, eos) if number is not None]
@@ -219,3 +244,8 @@ def _finish(meta: _Metadata, backend: tokenizers.Tokenizer, tokens: list[str], a
             single=single, special_tokens=[(tokens[number], number) for number in dict.fromkeys(around)]
         )
     return backend
+
+
+def _whole(meta: _Metadata, text: str, kind: int) -> AddedToken:
+    strips = meta.architecture == PHI3 and meta.get("model") == "llama" and text not in NOT_STRIPPING
+    return AddedToken(text, normalized=False, special=kind != USER_DEFINED, rstrip=strips)

@@ -13,7 +13,7 @@ import gguf
 import pytest
 
 from tests.worker import text_fixtures as fixtures
-from tests.worker.text_fixtures import BYTE, CONTROL, NORMAL, UNKNOWN
+from tests.worker.text_fixtures import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 from worker.models import ModelError
 from worker.tokenizer import Tokenizer, load_tokenizer
 
@@ -116,7 +116,7 @@ class TestByteLevel:
     def test_ends_of_turn_and_of_message_end_a_reply(self, tmp_path: Path) -> None:
         assert load(tmp_path, **fixtures.byte_level_fields(eot_token_id=0)).eos_ids == {0, 2}
 
-    @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2"])
+    @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-2", "gpt-4o", "dbrx", "smaug-bpe"])
     def test_words_are_cut_as_the_reference_cuts_them(self, tmp_path: Path, pre: str) -> None:
         mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
         fields = fixtures.byte_level_fields(pre=pre, add_bos_token=False)
@@ -126,6 +126,10 @@ class TestByteLevel:
         for _ in range(300):
             text = unicodedata.normalize("NFC", "".join(rng.choices(ALPHABET, k=rng.randrange(30))))
             assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False).ids, text
+
+    def test_granite_cuts_as_the_demo_model_does(self, tmp_path: Path) -> None:
+        granite, demo = (load(tmp_path, **fixtures.byte_level_fields(pre=pre)) for pre in ("refact", "smollm"))
+        assert granite.encode(ALPHABET) == demo.encode(ALPHABET)
 
     def test_qwen_composes_characters(self, tmp_path: Path) -> None:
         tokenizer = load(tmp_path, **fixtures.byte_level_fields(pre="qwen2"))
@@ -137,6 +141,7 @@ class TestByteLevel:
         fields["token_type"] = [*fields["token_type"], NORMAL]
         last = len(fields["tokens"]) - 1
         assert load(tmp_path, **(fields | {"pre": "llama-bpe"})).encode("Hello") == [1, last]
+        assert load(tmp_path, **(fields | {"pre": "smaug-bpe"})).encode("Hello") == [last]
         assert len(load(tmp_path, **(fields | {"pre": "gpt-2"})).encode("Hello")) == 5
 
     @pytest.mark.parametrize(("given", "count"), [(None, 1), (True, 1), (False, 0)])
@@ -213,6 +218,44 @@ class TestSentencePiece:
 
     def test_the_beginning_may_be_switched_off(self, tmp_path: Path) -> None:
         assert 1 not in load(tmp_path, "llama", **spm(add_bos_token=False)).encode("ab")
+
+
+def gemma() -> dict[str, Any]:
+    """Gemma's pieces: runs of spaces and of newlines are user-defined, and scores do not tell what is joined first."""
+    pieces = ["\u2581", "a", "b", "c", "ab", "bc", "\u2581a", "\u2581ab", "\n"]
+    runs = ["  ", "   ", "    ", "\n\n", "\n\n\n", "<table>"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *runs, *pieces]
+    types = [CONTROL] * 3 + [UNKNOWN] + [BYTE] * 256 + [USER_DEFINED] * len(runs) + [NORMAL] * len(pieces)
+    scores = [0.0] * 260 + [-1000.0] * len(runs) + [float(i) for i in range(len(pieces))]
+    ids = {"padding_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "unknown_token_id": 3}
+    fields = {"tokens": tokens, "token_type": types, "scores": scores, "pre": "default"}
+    return fields | ids | {"add_space_prefix": False}
+
+
+class TestRulesOfArchitectures:
+    @pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+    def test_gemma_is_as_transformers_builds_it(self, tmp_path: Path, architecture: str) -> None:
+        mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+        described = {"tokenizer_type": "llama", "pre_tokenizer_type": "default", **gemma()}
+        reference, _ = mapping.convert_gguf_tokenizer(architecture, described)
+        tokenizer, rng = load(tmp_path, "llama", architecture=architecture, **gemma()), random.Random(7)
+        for _ in range(400):
+            text = "".join(rng.choices(["a", "b", "c", " ", "  ", "\n", "é", "<table>"], k=rng.randrange(1, 12)))
+            ids = tokenizer.encode(text)
+            assert ids == [2, *reference.encode(text, add_special_tokens=False).ids], text
+            assert tokenizer.decode(ids) == text
+
+    def test_special_tokens_of_phi_3_take_the_white_space_behind_them(self, tmp_path: Path) -> None:
+        """Its tokenizer.json says so; in GGUF nothing does, and llama.cpp knows it by the model's name."""
+        fields = spm()
+        fields["tokens"] = [*fields["tokens"], "<|user|>", "<|endoftext|>"]
+        fields["token_type"] = [*fields["token_type"], CONTROL, CONTROL]
+        fields["scores"] = [*fields["scores"], 0.0, 0.0]
+        user = len(fields["tokens"]) - 2
+        phi3, llama = (load(tmp_path, "llama", architecture=name, **fields) for name in ("phi3", "llama"))
+        assert phi3.encode("<|user|>\n ab") == phi3.encode("<|user|>ab") == [1, user, *llama.encode("ab")[1:]]
+        assert len(phi3.encode("<|endoftext|>\nab")) == len(phi3.encode("<|endoftext|>ab")) + 2
+        assert len(llama.encode("<|user|>\nab")) == len(llama.encode("<|user|>ab")) + 2
 
 
 class TestRefusals:

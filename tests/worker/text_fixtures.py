@@ -142,9 +142,9 @@ def reply(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = (), 
     return text
 
 
-def write_gguf(path: Path, model: str = "gpt2", **fields: Any) -> Path:
+def write_gguf(path: Path, model: str = "gpt2", architecture: str = "llama", **fields: Any) -> Path:
     """A GGUF file with a tokenizer and no tensors. `fields` are `tokenizer.ggml.*` entries."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model(model)
     for name, value in fields.items():
         key = f"tokenizer.ggml.{name}"
