@@ -10,7 +10,8 @@ from engine import Engine, EngineConfig
 from engine.errors import DeviceError
 from engine.gpumemory import GRAPH_BYTES, GRAPHS, SPARE_BYTES, Meter, Room, refusing
 from engine.memory import block_bytes, kv_blocks
-from engine.rehearsal import largest_step
+from engine.rehearsal import EVERYTHING, largest_step
+from engine.runner import Runner
 from tests.engine.driving import GREEDY, request, run
 
 GIB = 1 << 30
@@ -69,9 +70,8 @@ def test_a_cpu_has_no_meter():
 
 def test_the_largest_steps_memory_is_measured_and_given_back(gpu):
     meter = Meter(GPU)
-    gpu.take(9 * GIB, cached=True)  # loading left something behind: it counts neither as taken nor for the step
-    gpu.empty_cache()
     gpu.take(16 * GIB)
+    gpu.take(9 * GIB, cached=True)  # loading left something behind: it counts neither as taken nor for the step
 
     def step() -> None:
         gpu.take(2 * GIB, cached=True)
@@ -162,22 +162,34 @@ def test_the_largest_step_has_all_rows_and_tokens_and_the_longest_contexts(rows,
     assert [sequence.row for sequence in plan.opened] == list(range(len(counts)))
 
 
-def test_a_rehearsed_engine_computes_as_any_other(make_engine, monkeypatch):
-    """The largest step is a real one, on a pool of nothing but padding; what it leaves behind disturbs nobody."""
+@pytest.mark.parametrize("content", [0.0, float("nan"), 3e38])
+def test_a_rehearsed_engine_computes_as_any_other(make_engine, monkeypatch, content):
+    """The largest step is a real one, whatever its memory held before; what it leaves behind disturbs nobody."""
     truth = run(make_engine(), [request("x", range(3, 20)), request("y", range(30, 37), GREEDY)])
     seen: list[str] = []
+    make_pool = Runner._make_pool
+
+    def fill_pool(self: Runner) -> None:
+        make_pool(self)
+        with torch.inference_mode():
+            for layer in self.cache:
+                layer.fill_(content)
 
     def rehearse(self: Meter, largest_step: object, what: str) -> Room:
-        engine_step = largest_step()
-        assert len(engine_step.tokens) == 5
-        assert all(engine_step.logprobs)
+        sampled = largest_step()
+        assert len(sampled.tokens) == 5
+        assert all(0 <= token < 160 for token in sampled.tokens)
+        assert all(len(logprob[2]) == EVERYTHING.logprobs for logprob in sampled.logprobs)
+        assert len(sampled.prompt_logprobs[0]) > 50
         seen.append(what)
         return Room(total=GIB, free=GIB, taken=0, workspace=0)
 
+    monkeypatch.setattr(Runner, "_make_pool", fill_pool)
     monkeypatch.setattr(Meter, "of", classmethod(lambda cls, device: cls(GPU)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, GIB))
     monkeypatch.setattr(Meter, "measure", rehearse)
     engine: Engine = make_engine(max_sequences=5, max_step_tokens=64)
+    assert bool((engine.runner._tables == engine.runner.kv_blocks).all())  # rows of nobody write to the padding block
     assert seen == ["a step of 64 tokens (max_step_tokens) of 5 sequences (max_sequences)"]
     replies = run(engine, [request("x", range(3, 20)), request("y", range(30, 37), GREEDY)])
     assert {name: reply.tokens for name, reply in replies.items()} == {n: reply.tokens for n, reply in truth.items()}
