@@ -136,10 +136,10 @@ class Maker:
         return Ragged(self.normal(sum(counts), self.shape.heads, self.shape.width), kv, tables, self.shape.grouped)
 
     def _tables(self, needed: list[int]) -> Tensor:
-        """Blocks at random, none twice; block 0 is for padding."""
+        """Blocks at random, none twice; block 0 is for padding. As wide as an engine's, a multiple of 16."""
         blocks = self._random.sample(range(1, sum(needed) + 4), sum(needed))
-        rows = [[blocks.pop() for _ in range(count)] for count in needed]
-        return self.numbers([row + [0] * (max(needed) + 1 - len(row)) for row in rows])  # pyright: ignore[reportArgumentType]
+        rows, width = [[blocks.pop() for _ in range(count)] for count in needed], max(needed) // 16 * 16 + 16
+        return self.numbers([row + [0] * (width - len(row)) for row in rows])  # pyright: ignore[reportArgumentType]
 
     def _pool(self, tables: Tensor, needed: list[int], lengths: list[int], block_size: int) -> Tensor:
         kv = self.normal(2, sum(needed) + 4, self.shape.kv_heads, block_size, self.shape.width)

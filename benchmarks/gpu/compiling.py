@@ -12,13 +12,13 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu import drawing
-from benchmarks.gpu.bounds import DECODES, PREFILLS
+from benchmarks.gpu import agreement, drawing
 from benchmarks.gpu.cases import DRY_SHAPES, SHAPES, Case, Maker
 from benchmarks.gpu.correctness import built, cases
 from benchmarks.gpu.machine import Machine, cores
 from benchmarks.gpu.report import Line, not_built
 
+MOST = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # entries of a step
 PROCESSES = 12  # each has a CUDA context of half a gigabyte
 
 
@@ -45,7 +45,7 @@ def stage(machine: Machine) -> Iterator[Line]:
 def _finish(machine: Machine, share: int, process: subprocess.Popen[str]) -> list[Line]:
     out, error = process.communicate(timeout=max(0.5, machine.left - 1))
     ok = process.returncode == 0
-    return [Line(name=f"share {share}", ok=ok, said=(out if ok else error).strip()[-200:])]
+    return [Line(name=f"share {share}", ok=ok, said=(out or error).strip()[-200:])]
 
 
 def works(machine: Machine) -> list[Callable[[], object]]:
@@ -55,13 +55,19 @@ def works(machine: Machine) -> list[Callable[[], object]]:
         maker = Maker(machine, machine.backend(), shape, seed=1)
         small = cases(maker, dry=machine.dry).items()
         makes = [make for title, make in small if built(maker.backend, title)]
-        makes += [partial(maker.attention, [1] * sequences, [64] * sequences) for sequences, _ in DECODES]
-        makes += [partial(maker.attention, counts, counts) for counts, _ in PREFILLS[::2]]
+        makes += [partial(maker.attention, counts, [64] * len(counts)) for counts in batches()]
         makes += [partial(maker.norm, 128), partial(maker.gate, 128, "silu_mul")]
+        careful = Maker(machine, machine.backend(deterministic=True), shape, seed=1)
+        makes += [partial(careful.attention, counts, [64] * len(counts)) for counts in ([33], [33, 1])]
         found += [partial(launch, make) for make in makes]
-    for kind, rows in ((kind, rows) for kind in drawing.KINDS for rows in (32, 128)):
-        found.append(partial(draw, machine, kind, rows))
-    return found
+    found += [partial(draw, machine, kind, rows) for kind in drawing.KINDS for rows in (32, 128)]
+    return [*found, lambda: agreement.run(agreement.engine_on(machine.device.type))]
+
+
+def batches() -> list[list[int]]:
+    """Decodes, and decodes beside a chunk: variants for each power of two, and for counts that 16 divides or not."""
+    sizes = sorted({size - less for size in MOST for less in (0, 1)} - {0})
+    return [[first, *[1] * (size - 1)] for size in sizes for first in (1, 33)]
 
 
 def launch(make: Callable[[], Case]) -> None:
@@ -73,15 +79,19 @@ def draw(machine: Machine, kind: str, rows: int) -> None:
         drawing.kernels(torch.zeros(rows, 151936, device=machine.device), drawing.KINDS[kind])()
 
 
-def main(share: int, of: int) -> None:
-    machine = Machine(dry=False, deadline=float("inf"))
+def main(share: int, of: int) -> int:
+    machine, failures = Machine(dry=False, deadline=float("inf")), list[str]()
     mine = works(machine)[share::of]
-    with torch.inference_mode():
-        for work in mine:
-            work()
+    for work in mine:
+        try:
+            with torch.inference_mode():
+                work()
+        except Exception as error:  # the others are compiled all the same
+            failures.append(f"{type(error).__name__}: {error}")
     machine.wait()
-    print(f"{len(mine)} launches")
+    print(f"{len(mine)} launches" if not failures else f"{len(failures)} of {len(mine)} failed: {failures[0]}")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

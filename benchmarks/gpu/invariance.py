@@ -8,16 +8,14 @@ from torch import Tensor
 from benchmarks.gpu.cases import DRY_SHAPES, SHAPES, Maker, Ragged
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.report import Line
-from kernels import Backend, select
+from kernels import Backend
 
 Part = tuple[int, int]  # first position and number of positions of one piece of a sequence
 
 
 def check(machine: Machine) -> Iterator[Line]:
     for name, shape in (DRY_SHAPES if machine.dry else SHAPES).items():
-        backend = select(
-            kernels="auto", deterministic=True, device=machine.device, dtype=machine.dtype, threads=1
-        )  # fmt: skip
+        backend = machine.backend(deterministic=True)
         maker = Maker(machine, backend, shape, seed=3)
         for what, work in (("attention", _attention), ("rows", _rows)):
             title = f"{name}: the same bits, {what}"

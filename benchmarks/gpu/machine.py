@@ -36,9 +36,9 @@ class Machine:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
-    def backend(self) -> Backend:
+    def backend(self, *, deterministic: bool = False) -> Backend:
         """The fastest kernels there are; its name says whose they are."""
-        return select(kernels="auto", deterministic=False, device=self.device, dtype=self.dtype, threads=1)
+        return select(kernels="auto", deterministic=deterministic, device=self.device, dtype=self.dtype, threads=1)
 
     def attempt(self, name: str, work: Callable[[], Iterable[Line]], seconds: float = 0.0) -> Iterator[Line]:
         """The lines of one piece of work; its failure is a line too. Skipped when fewer than `seconds` are left."""

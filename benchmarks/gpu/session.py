@@ -27,7 +27,7 @@ class Plan(Struct, frozen=True):
 
 PLANS = {
     "ceilings": Plan("benchmarks.gpu.ceilings", 25),
-    "compile": Plan("benchmarks.gpu.compiling", 40),
+    "compile": Plan("benchmarks.gpu.compiling", 50),
     "correctness": Plan("benchmarks.gpu.correctness", 60),
     "bounds": Plan("benchmarks.gpu.bounds", 110),
     "engine": Plan("benchmarks.gpu.end_to_end", 140),
