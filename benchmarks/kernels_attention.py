@@ -38,7 +38,12 @@ def decode(cpu: CpuBackend, dtype: torch.dtype, best: Best) -> tuple[float, floa
     q = torch.randn(DECODES, HEADS.kv * HEADS.group, WIDTH).to(dtype)
     ours = best(lambda: cpu.attention(q, next(pools), batch, WIDTH**-0.5))
     pairs = cycle([torch.randn(2, DECODES, HEADS.kv, CONTEXT, WIDTH).to(dtype) for _ in range(POOLS)])
-    return ours, best(lambda: F.scaled_dot_product_attention(q[:, :, None], *next(pairs), enable_gqa=True))
+
+    def dense() -> None:
+        keys, values = next(pairs)
+        F.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)
+
+    return ours, best(dense)
 
 
 def prefill(cpu: CpuBackend, dtype: torch.dtype, tokens: int, best: Best) -> tuple[float, float]:

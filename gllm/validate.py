@@ -34,7 +34,9 @@ def decode_job(body: bytes, defaults: Mapping[str, Any] = MappingProxyType({})) 
     `defaults` stand in for fields that the body has not.
     """
     fields = _parse(body)
-    return _validated({**defaults, **fields} if defaults and isinstance(fields, dict) else fields)
+    if defaults and isinstance(fields, dict):
+        return _validated({**defaults, **cast(dict[str, Any], fields)})
+    return _validated(fields)
 
 
 def job_from(**fields: Any) -> Job:
