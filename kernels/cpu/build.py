@@ -16,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from kernels.cpu.levels import Level
+from kernels.cpu.threads import physical_cores
 
 try:
     import fcntl
@@ -89,7 +90,10 @@ def _alone(lock: Path) -> Iterator[None]:
 
 def _build(level: Level, target: Path, extra: tuple[str, ...]) -> None:
     """Compile the sources side by side, link them, and put the result in place at once: no reader sees half of it."""
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch, ThreadPoolExecutor() as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch,
+        ThreadPoolExecutor(physical_cores()) as pool,  # the longest come first: more at once would hold them up
+    ):
         name = f'-DGLLM_BUILD="{level.name}-{source_digest()}"'
         command = [compiler(), *FLAGS, *level.flags, *extra]
         sources = sorted(SOURCES.glob("*.cpp"))

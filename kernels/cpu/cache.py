@@ -4,8 +4,10 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+KEPT = 6  # files in the user's folder: some levels of some versions
 BUILT = Path(__file__).with_name("built")  # filled by `python -m kernels.cpu.compile` when an image is built
 
 
@@ -21,6 +23,23 @@ def folders() -> Iterator[Path]:
 def scratch() -> Path:
     """A fresh folder, for when no folder can be kept."""
     return Path(tempfile.mkdtemp(prefix="gllm-kernels-"))
+
+
+def remove_old(folder: Path) -> None:
+    """Leave the newest files of the user's folder. Who has one of the others loaded keeps what it has."""
+    files = sorted(folder.glob("gllm-cpu-*.so"), key=_age)
+    for path in files[KEPT:]:
+        for old in (path, folder / f".{path.name}.lock"):
+            with suppress(OSError):
+                old.unlink()
+
+
+def _age(path: Path) -> float:
+    """Sorts the newest first; one that another process has just removed last."""
+    try:
+        return -path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _candidates() -> Iterator[Path]:

@@ -105,6 +105,8 @@ def _compile(level: Level, on_compile: Callable[[str], None]) -> Library:
     on_compile(f"the CPU kernels for {level.name}")
     folder = [*cache.folders()][-1]
     try:
-        return Library(level, compile_level(level, folder if folder != cache.BUILT else cache.scratch()))
+        library = Library(level, compile_level(level, folder if folder != cache.BUILT else cache.scratch()))
     except AttributeError as error:
         raise OSError(str(error)) from None
+    cache.remove_old(library.path.parent)
+    return library

@@ -20,6 +20,8 @@ struct Attention {
   float softcap;  // 0: none
 };
 
+void attend_float32(const Attention& call);
+
 }  // namespace gllm
 
 // `call` is an Attention. Bfloat16 where `half`, else float32.

@@ -216,7 +216,7 @@ void multiply_block(const Product& p, int vector) {
 template <class M, int ROWS, int VECTORS = BLOCK_VECTORS>
 void multiply_vectors(const Product& p, int vector, int end) {
   for (; vector + VECTORS <= end; vector += VECTORS) multiply_block<M, ROWS, VECTORS>(p, vector);
-  if constexpr (VECTORS > 1) multiply_vectors<M, ROWS, VECTORS - 1>(p, vector, end);
+  if constexpr (VECTORS > 1) multiply_vectors<M, ROWS, 1>(p, vector, end);
 }
 
 // For `rows` rows and `vectors` vectors of columns.
@@ -225,7 +225,7 @@ void multiply(Product p, int rows, int vectors) {
   for (; rows >= ROWS; rows -= ROWS, p.rows += ROWS * p.row_stride, p.out += ROWS * p.out_stride)
     multiply_vectors<M, ROWS>(p, 0, vectors);
   if constexpr (ROWS > 1)
-    if (rows) multiply<M, ROWS - 1>(p, rows, vectors);
+    if (rows) multiply<M, ROWS / 2>(p, rows, vectors);
 }
 
 // -- products of few rows ---------------------------------------------------------------------------------------------
@@ -235,9 +235,9 @@ void multiply(Product p, int rows, int vectors) {
 
 constexpr int FEW_ROWS = 12;
 
-// products [ROWS][KEYS] = queries [ROWS][stride] x keys.
+// products [count][KEYS] = queries [ROWS][stride] x keys; what is computed beyond `count` rows is thrown away.
 template <class M, int ROWS>
-void multiply_keys(const Rows<typename M::Stored>& rows, const uint32_t* queries, int stride, int width,
+void multiply_keys(const Rows<typename M::Stored>& rows, int count, const uint32_t* queries, int stride, int width,
                    float* products, Ahead<typename M::Stored>& ahead) {
   for (int key = 0; key < rows.end; key += W) {
     vf sums[ROWS] = {};
@@ -251,14 +251,16 @@ void multiply_keys(const Rows<typename M::Stored>& rows, const uint32_t* queries
         for (int row = 0; row < ROWS; row++)
           sums[row] = M::add(sums[row], block[i], queries[row * stride + d / M::PER_ELEMENT + i]);
     }
-    for (int row = 0; row < ROWS; row++) store(products + row * KEYS + key, sums[row]);
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++)
+      if (row < count) store(products + row * KEYS + key, sums[row]);
   }
 }
 
-// out [ROWS][columns] = weights [ROWS][KEYS / PER_ELEMENT] x values, PARTS vectors of elements at a time.
+// out [count][columns] = weights [ROWS][KEYS / PER_ELEMENT] x values, PARTS vectors of elements at a time.
 template <class M, int ROWS, int PARTS>
-void multiply_values(const Rows<typename M::Stored>& rows, const uint32_t* weights, int width, float* out, int columns,
-                     Ahead<typename M::Stored>& ahead) {
+void multiply_values(const Rows<typename M::Stored>& rows, int count, const uint32_t* weights, int width, float* out,
+                     int columns, Ahead<typename M::Stored>& ahead) {
   constexpr int N = M::PER_ELEMENT, STEP = W * N;
   for (int d = 0; d < width; d += PARTS * STEP) {
     vf sums[ROWS][PARTS * N] = {};
@@ -270,14 +272,17 @@ void multiply_values(const Rows<typename M::Stored>& rows, const uint32_t* weigh
         else std::fill_n(block, N, vu{});
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++)
-#pragma GCC unroll 2
+#pragma GCC unroll 16
           for (int i = 0; i < N; i++)
             sums[row][part * N + i] = M::add(sums[row][part * N + i], block[i], weights[row * (KEYS / N) + key / N]);
       }
       ahead.ask(1);
     }
+#pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++)
-      for (int v = 0; v < PARTS * N && d + v * W < columns; v++) store(out + row * columns + d + v * W, sums[row][v]);
+#pragma GCC unroll 16
+      for (int v = 0; v < PARTS * N; v++)
+        if (row < count && d + v * W < columns) store(out + row * columns + d + v * W, sums[row][v]);
   }
 }
 

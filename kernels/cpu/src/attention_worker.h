@@ -144,7 +144,8 @@ class Worker {
     block_ = Result::in(block_memory_.get(Result::floats(FEW_ROWS, columns_)), FEW_ROWS, columns_);
     const int rows = rows_ * unit.heads;
     total_ = Result::in(total_memory_.get(Result::floats(rows, columns_)), rows, columns_);
-    uint32_t* to = queries_.get(rows * elements_);
+    uint32_t* to = queries_.get((rows + FEW_ROWS) * elements_);  // the last head's rows are read on to a full number
+    std::fill_n(to + rows * elements_, FEW_ROWS * elements_, 0);
     for (int row = 0; row < rows; row++, to += elements_)
       for (int d = 0; d < call.width; d += W * M::PER_ELEMENT)
         write(to + d / M::PER_ELEMENT, M::read(query(call, row) + d, call.width - d));
@@ -191,19 +192,27 @@ class Worker {
                  Scoring{call.scale, call.softcap}, weights_ + row * KEYS, result.top[row], result.sum[row]);
   }
 
-  // The rows of a head, at most FEW_ROWS: the template's number is theirs.
-  template <int ROWS = FEW_ROWS>
+  // The rows of a head, at most FEW_ROWS.
   void attend_few(const Attention& call, int tile, int first, const Rows<T>& rows, Shared* shared, Ahead<T>& ahead) {
-    if constexpr (ROWS > 1)
-      if (rows_ < ROWS) return attend_few<ROWS - 1>(call, tile, first, rows, shared, ahead);
-    constexpr int PARTS = std::max(1, (ROWS <= 3 ? 8 : ROWS <= 6 ? 4 : 2) / M::PER_ELEMENT);
+    if (rows_ <= 1) return attend_rows<1>(call, tile, first, rows, shared, ahead);
+    if (rows_ <= 2) return attend_rows<2>(call, tile, first, rows, shared, ahead);
+    if (rows_ <= 4) return attend_rows<4>(call, tile, first, rows, shared, ahead);
+    if (rows_ <= 6) return attend_rows<6>(call, tile, first, rows, shared, ahead);
+    if (rows_ <= 8) return attend_rows<8>(call, tile, first, rows, shared, ahead);
+    attend_rows<FEW_ROWS>(call, tile, first, rows, shared, ahead);
+  }
+
+  // Computes ROWS rows, of which the head has some: one function for every number would take seconds to compile.
+  template <int ROWS>
+  void attend_rows(const Attention& call, int tile, int first, const Rows<T>& rows, Shared* shared, Ahead<T>& ahead) {
+    constexpr int PARTS = std::max(1, (ROWS <= 2 ? 8 : ROWS <= 6 ? 4 : 2) / M::PER_ELEMENT);
     const Result result = shared ? shared->tile(tile).from(first) : block_;
-    multiply_keys<M, ROWS>(rows, queries_.get(0) + first * elements_, elements_, call.width, scores_, ahead);
-    weigh(call, tile, first, ROWS, rows.end / W, result);
-    multiply_values<M, ROWS, PARTS>(rows, reinterpret_cast<const uint32_t*>(weights_), call.width, result.out, columns_,
-                                    ahead);
+    multiply_keys<M, ROWS>(rows, rows_, queries_.get(0) + first * elements_, elements_, call.width, scores_, ahead);
+    weigh(call, tile, first, rows_, rows.end / W, result);
+    multiply_values<M, ROWS, PARTS>(rows, rows_, reinterpret_cast<const uint32_t*>(weights_), call.width, result.out,
+                                    columns_, ahead);
     ahead.ask(KEYS);
-    if (!shared) total_.from(first).merge(result, ROWS);
+    if (!shared) total_.from(first).merge(result, rows_);
   }
 
   void merge_all(Shared& shared) {
@@ -227,7 +236,7 @@ class Worker {
   Scratch<float> block_memory_, total_memory_;
   Result block_, total_;
   float scores_[FEW_ROWS * KEYS];
-  typename M::Weight weights_[FEW_ROWS * KEYS];
+  typename M::Weight weights_[FEW_ROWS * KEYS] = {};
 };
 
 }  // namespace

@@ -73,8 +73,9 @@ inline RowGroup round_group(const T* x, int64_t count, int offset) {
 }
 
 // A panel's group: its bytes unit by unit for all outputs (4 bits: units u and u + 4 in one byte), then its scales.
-template <class Element, int BITS>
-struct Quantized {
+// Rows are bytes already, whatever they were: nothing here is compiled again for another kind of rows.
+template <int BITS>
+struct Groups {
   static constexpr int ELEMENTS = GROUP, OFFSET = BITS == 8 ? 128 : 8, UNITS = BITS;  // stored units of 4 bytes
   static constexpr int64_t SCALES = UNITS * 4 * COLUMNS, WEIGHT_BYTES = SCALES + 2 * COLUMNS;
   static constexpr int64_t ROW_BYTES = sizeof(RowGroup);
@@ -85,15 +86,6 @@ struct Quantized {
 #else
   static constexpr int ROWS = 1;
 #endif
-
-  // In a block: for each group, units [8][height], scales [height], corrections [height].
-  static void pack_row(const Element* row, int64_t inner, char* block, int64_t index, int64_t height) {
-    for (int64_t first = 0; first < inner; first += GROUP, block += ROW_BYTES * height) {
-      const RowGroup group = round_group(row + first, inner - first < GROUP ? inner - first : GROUP, OFFSET);
-      for (int64_t part = 0; part < ROW_BYTES / 4; part++)
-        memcpy(block + (part * height + index) * 4, reinterpret_cast<const char*>(&group) + part * 4, 4);
-    }
-  }
 
   template <int rows>
   static void add_steps(float* sums, const Piece& piece, bool first) {
@@ -142,6 +134,18 @@ struct Quantized {
         const vf own = floats(splat(load_unit(x + (8 * height + row) * 4)));
         sum[row][v] = fma(__builtin_convertvector(dots[row][v], vf), scale * own, sum[row][v]);
       }
+    }
+  }
+};
+
+template <class Element, int BITS>
+struct Quantized : Groups<BITS> {
+  // In a block: for each group, units [8][height], scales [height], corrections [height].
+  static void pack_row(const Element* row, int64_t inner, char* block, int64_t index, int64_t height) {
+    for (int64_t first = 0; first < inner; first += GROUP, block += Quantized::ROW_BYTES * height) {
+      const RowGroup group = round_group(row + first, inner - first < GROUP ? inner - first : GROUP, Quantized::OFFSET);
+      for (int64_t part = 0; part < Quantized::ROW_BYTES / 4; part++)
+        memcpy(block + (part * height + index) * 4, reinterpret_cast<const char*>(&group) + part * 4, 4);
     }
   }
 };

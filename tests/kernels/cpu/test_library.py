@@ -71,6 +71,23 @@ def test_a_broken_file_in_the_cache_is_replaced(empty, small, damage):
     assert path.stat().st_size > 1000
 
 
+def test_a_compilation_removes_the_oldest_builds_and_nothing_else(empty, small):
+    folder = empty / "cache" / "kernels"
+    folder.mkdir(mode=0o700, parents=True)
+    names = [f"gllm-cpu-generic-{number:016x}.so" for number in range(cache.KEPT + 1)]
+    for age, name in enumerate(names):
+        for path in (folder / name, folder / f".{name}.lock"):
+            path.write_bytes(b"")
+            os.utime(path, (1e9 - age, 1e9 - age))
+    (folder / "notes.txt").write_text("somebody's")
+    found = library.load()
+    assert isinstance(found, Library)
+    kept = {found.path.name, *names[: cache.KEPT - 1]}
+    assert {path.name for path in folder.glob("*.so")} == kept
+    assert {path.name for path in folder.glob(".*.lock")} == {f".{name}.lock" for name in kept}
+    assert (folder / "notes.txt").exists()
+
+
 def test_a_library_of_other_sources_is_not_taken(empty, small):
     path = build.compile_level(BEST, empty)
     renamed = path.rename(empty / "other.so")

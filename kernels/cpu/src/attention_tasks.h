@@ -1,0 +1,90 @@
+// Causal attention of a ragged batch over the paged cache, one entry for decodes, chunks and whole prefills.
+//
+// Keys are taken in tiles at fixed absolute positions; each tile's result is made on its own, and a row merges them one
+// by one in the order of their positions (flash-decoding's split, Dao et al. 2023). Which task makes which tiles is
+// free.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "attention_worker.h"
+#include "pool.h"
+
+namespace gllm {
+namespace {
+
+constexpr int UNIT_ROWS = 192;       // query rows of a head: what is packed serves that many
+constexpr int SPLIT_ROWS = 32;       // with more, heads are apart and keys are not split: tiles' results are large
+constexpr int TASKS_PER_THREAD = 4;  // as many at least, so that no thread waits long for another
+
+// The tasks of a call, and what they share.
+class Tasks {
+ public:
+  explicit Tasks(const Attention& call) : call_(call) {
+    const std::vector<Unit> units = cut_queries();
+    int64_t work = 0;
+    for (const Unit& unit : units) work += unit.work();
+    for (const Unit& unit : units) cut_keys(unit, std::max<int64_t>(1, work / (TASKS_PER_THREAD * threads())));
+  }
+
+  std::vector<Task> tasks;
+
+ private:
+  int rows_of(const Unit& unit) const { return unit.queries * call_.group; }
+
+  // The last queries first: theirs are the longest tasks.
+  std::vector<Unit> cut_queries() const {
+    std::vector<Unit> units;
+    const int most = std::max(1, UNIT_ROWS / call_.group);
+    for (int sequence = 0, token = 0; sequence < call_.sequences; token += call_.counts[sequence++]) {
+      const int count = call_.counts[sequence], start = call_.lengths[sequence] - count;
+      for (int first = (count - 1) / most * most; first >= 0; first -= most) {
+        Unit unit{sequence, token + first, start + first, std::min(most, count - first), 0, call_.kv_heads, 0, 0};
+        unit.first_tile = call_.window ? std::max(0, unit.position + 1 - call_.window) / KEYS : 0;
+        unit.end_tile = divide_up(unit.position + unit.queries, KEYS);
+        units.push_back(unit);
+      }
+    }
+    return units;
+  }
+
+  // Cut a unit into tasks of about `share` of work: along the keys where results are small, else between heads.
+  void cut_keys(const Unit& unit, int64_t share) {
+    const int wanted = static_cast<int>(std::min<int64_t>(1 << 20, (unit.work() + share - 1) / share));
+    const bool many = rows_of(unit) > SPLIT_ROWS;
+    const int parts = many ? 1 : std::min(wanted, unit.tiles());
+    const int between = many ? call_.kv_heads : std::min(divide_up(wanted, parts), call_.kv_heads);
+    for (int part = 0; part < between; part++) {
+      Unit some = unit;
+      some.head = unit.heads * part / between;
+      some.heads = unit.heads * (part + 1) / between - some.head;
+      add(some, parts);
+    }
+  }
+
+  void add(const Unit& unit, int parts) {
+    Shared* shared = nullptr;
+    if (parts > 1) {
+      shared_.push_back(std::make_unique<Shared>(unit, rows_of(unit) * unit.heads, padded(call_.width), parts));
+      shared = shared_.back().get();
+    }
+    auto cut = [&](int part) { return unit.first_tile + unit.tiles() * part / parts; };
+    for (int part = 0; part < parts; part++) tasks.push_back({unit, cut(part), cut(part + 1), shared});
+  }
+
+  const Attention& call_;
+  std::vector<std::unique_ptr<Shared>> shared_;
+};
+
+template <class M>
+void attention(const Attention& call) {
+  const Tasks cut(call);
+  const int64_t count = cut.tasks.size();
+  parallel_for(count, [&](int64_t number) {
+    static thread_local std::unique_ptr<Worker<M>> worker = std::make_unique<Worker<M>>();
+    worker->run(call, cut.tasks[number], cut.tasks[std::min(number + threads(), count - 1)]);
+  });
+}
+
+}  // namespace
+}  // namespace gllm
