@@ -29,6 +29,7 @@ from kernels.cpu.threads import physical_cores
 
 SHAPES = {"qkv": (1024, 4096), "output": (2048, 1024), "gate_up": (1024, 6144), "down": (3072, 1024)}  # inner, outputs
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 512)
+NEIGHBOUR_STARTS = 0.5  # seconds that an interpreter takes to start
 BYTES_AT_LEAST = 96 << 20  # of weights between two uses of the same: more than the caches hold
 
 
@@ -68,17 +69,11 @@ class Bench:
         linears, x = [self._linear(inner, outputs, dtype) for _ in range(count)], torch.randn(rows, inner).to(dtype)
         return best(lambda: [linear(x) for linear in linears], self.seconds) / count
 
-    def steps(self, seconds: float) -> float:
-        """Median seconds of a pass over four layers' products at one row, as a decode step makes them."""
+    def step(self) -> Callable[[], object]:
+        """A pass over four layers' products at one row, as a decode step makes them."""
         layers = [self._linear(*SHAPES[name], torch.bfloat16) for _ in range(4) for name in SHAPES]
         rows = [torch.randn(1, linear.inner).bfloat16() for linear in layers]
-        end, times = time.perf_counter() + seconds, list[float]()
-        while time.perf_counter() < end:
-            began = time.perf_counter()
-            for linear, x in zip(layers, rows, strict=True):
-                linear(x)
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
+        return lambda: [linear(x) for linear, x in zip(layers, rows, strict=True)]
 
     def _linear(self, inner: int, outputs: int, dtype: torch.dtype) -> PackedLinear:
         return self.cpu.prepare_linear(torch.randn(outputs, inner).to(dtype))
@@ -93,14 +88,26 @@ def burn(core: int) -> None:
 
 @contextmanager
 def neighbour() -> Iterator[None]:
-    """Another process that keeps one of our cores busy."""
+    """Another process that keeps one of our cores busy, from when it does so until the block ends."""
     core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     process = multiprocessing.get_context("spawn").Process(target=burn, args=(core,), daemon=True)
     process.start()
-    time.sleep(0.5)
-    yield
-    process.kill()
-    process.join()
+    time.sleep(NEIGHBOUR_STARTS)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def times(work: Callable[[], object], seconds: float) -> list[float]:
+    """Seconds of each of many calls."""
+    end, found = time.perf_counter() + seconds, list[float]()
+    while time.perf_counter() < end or not found:
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return found
 
 
 def report(bench: Bench, rows: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -119,11 +126,24 @@ def report(bench: Bench, rows: tuple[int, ...], dtype: torch.dtype) -> None:
     report_attention(bench.cpu, dtype, huge, multiply, lambda work: best(work, bench.seconds))
 
 
-def report_neighbour(bench: Bench, seconds: float) -> None:
-    alone = bench.steps(seconds)
-    with neighbour():
-        beside = bench.steps(seconds)
-    print(f"four layers at one row: {alone * 1e3:.2f} ms alone, {beside * 1e3:.2f} ms beside a process on one core")
+def beside_neighbour(bench: Bench, turns: int, seconds: float) -> tuple[list[float], list[float]]:
+    """Seconds of steps alone and beside a neighbour, by turns: whatever else the machine does meets both."""
+    step, alone, beside = bench.step(), list[float](), list[float]()
+    for _ in range(turns):
+        alone += times(step, seconds)
+        with neighbour():
+            beside += times(step, seconds)
+    return alone, beside
+
+
+def report_neighbour(bench: Bench, turns: int, seconds: float) -> None:
+    alone, beside = beside_neighbour(bench, turns, seconds)
+    for name, of in (("median", statistics.median), ("mean", statistics.fmean)):
+        took, slower = of(alone), of(beside)
+        print(
+            f"four layers at one row, {name}: {took * 1e3:.2f} ms alone, {slower * 1e3:.2f} ms beside a process on one "
+            f"core, {slower / took:.2f} times"
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -141,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"     kernels  {library.numerics}")
     bench = Bench(library, options.threads, 0.01 if options.quick else 0.4)
     report(bench, (1, 16) if options.quick else ROWS, getattr(torch, options.dtype))
-    report_neighbour(bench, 0.1 if options.quick else 3.0)
+    report_neighbour(bench, *((1, 0.1) if options.quick else (5, 1.0)))
     return 0
 
 

@@ -1,5 +1,7 @@
 """The kernels' benchmark runs, on each level. What it measures is worth nothing here."""
 
+import statistics
+
 import pytest
 
 from benchmarks import kernels_cpu, quantized
@@ -28,9 +30,7 @@ def test_a_busy_neighbour_slows_a_step_in_proportion():
     if isinstance(library, kernels_cpu.Missing) or kernels_cpu.physical_cores() < 2:
         pytest.skip("two cores and the C++ kernels are needed")
     bench = kernels_cpu.Bench(library, 2, 0.1)
-    alone = bench.steps(2.0)
-    with kernels_cpu.neighbour():
-        beside = bench.steps(4.0)
+    alone, beside = map(statistics.median, kernels_cpu.beside_neighbour(bench, turns=3, seconds=1.0))
     assert beside < 4 * alone, (alone, beside)
 
 
