@@ -19,9 +19,11 @@ RELEASED = b"-released"
 
 
 def pytest_configure() -> None:
-    """What tests start hears Ctrl-C, also where a shell has told pytest to ignore it: `pytest &` in a script."""
+    """What tests start hears Ctrl-C and hang-ups, also where pytest was told to ignore them (by `&` or `nohup`)."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ async def test_doctor_of_a_well_run_queue(own_crew: ServiceBench, own_server: Se
     }  # fmt: skip
     assert found["workers"].found == "1 alive, room for 3 jobs"
     text = commands.text("doctor")
-    assert text.splitlines()[:3][2].startswith("ok  role  primary")
+    assert any(line.startswith("ok  role  primary") for line in text.splitlines())
     assert text.endswith("\n0 failures, 0 warnings\n")
 
 

@@ -71,10 +71,10 @@ def broken_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that fails on one prompt, and quotes it."""
     encode = Tokenizer.encode
 
-    def fail(self: Tokenizer, text: str, *, parse_special: bool = True) -> list[int]:
+    def fail(self: Tokenizer, text: str, **options: Any) -> list[int]:
         if text.startswith("boom"):
             raise RuntimeError(f"cannot encode {text!r}")
-        return encode(self, text, parse_special=parse_special)
+        return encode(self, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", fail)
 
