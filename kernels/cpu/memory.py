@@ -27,7 +27,8 @@ class Arena:
         return taken[: count * dtype.itemsize].view(dtype)
 
     def _map(self, size: int) -> Tensor:
-        mapped = torch.frombuffer(mmap.mmap(-1, size + PAGE_BYTES), dtype=torch.uint8)
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # Linux gives shared memory no large pages
+        mapped = torch.frombuffer(mmap.mmap(-1, size + PAGE_BYTES, flags=private), dtype=torch.uint8)
         chunk = mapped[-mapped.data_ptr() % PAGE_BYTES :][:size]
         self._advise(chunk.data_ptr(), size)
         return chunk
