@@ -3,7 +3,7 @@
     python -m benchmarks.sampling                         # a vocabulary of 151,936, batches of 1, 16 and 128
     python -m benchmarks.sampling --json results.json
 
-The step is the matrix products of Qwen3-0.6B's shape with random bfloat16 weights, by stock torch, in the same run:
+The step is the matrix products of Qwen3-0.6B's shape in bfloat16 (constant weights), by stock torch, in the same run:
 attention and all else come on top, so a share is never too low. Torch's way is softmax and multinomial; for top-k and
 top-p a topk and a sort before them.
 """

@@ -1,35 +1,12 @@
 """One layer's parameters, and where they lie in a checkpoint."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from engine.modelconfig import ModelConfig
 from engine.rope import plane_order
 from engine.weights import Loader
-from kernels import Backend, Linear
-
-
-@dataclass(slots=True)
-class Layer:
-    """The parameters of one layer; q, k and v, and gate and up, are stacked so that each is one product.
-
-    `rope` is an index into ModelConfig.ropes. What a family does not have is None.
-    """
-
-    window: int | None
-    rope: int | None
-    input_norm: Tensor | None
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Linear
-    post_attention_norm: Tensor | None
-    mlp_norm: Tensor | None
-    gate_up: Linear
-    down: Linear
-    post_mlp_norm: Tensor | None
+from kernels import Backend, Layer, Linear
 
 
 def load_layer(config: ModelConfig, loader: Loader, backend: Backend, number: int) -> Layer:

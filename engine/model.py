@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.layers import Layer, load_layer
+from engine.layers import load_layer
 from engine.modelconfig import ModelConfig
 from engine.rope import Rotation, Turn
 from engine.weights import Loader
-from kernels import AttentionBatch, Backend, Embedding, LayerKind, Layers, Linear
+from kernels import AttentionBatch, Backend, Embedding, Layer, LayerKind, Layers, Linear
 
 HEAD = "lm_head.weight"
 

@@ -6,7 +6,7 @@
 
 from kernels.attention import AttentionBatch, Heads
 from kernels.backend import Backend, Embedding, TorchBackend
-from kernels.layers import LayerKind, Layers
+from kernels.layers import Layer, LayerKind, Layers
 from kernels.linear import Linear
 from kernels.noise import gumbel, ranks, reach, row_keys
 from kernels.select import KernelsMissingError, select
@@ -20,6 +20,7 @@ __all__ = [
     "Embedding",
     "Heads",
     "KernelsMissingError",
+    "Layer",
     "LayerKind",
     "Layers",
     "Linear",

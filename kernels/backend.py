@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention import AttentionBatch, paged_attention
-from kernels.layers import LayerKind, LayerParts, Layers
+from kernels.layers import Layer, LayerKind, Layers
 from kernels.linear import Linear, prepare_linear
 from kernels.reference import GELU_CUBIC, GELU_SCALE
 
@@ -60,7 +60,7 @@ class Backend(Protocol):
         softcap: float | None = None,
     ) -> Tensor: ...
 
-    def fuse(self, layers: Sequence[LayerParts], kind: LayerKind) -> Layers | None:
+    def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> Layers | None:
         """The layers as one call that gives the bits of the operations above; None where there is none for them."""
         ...
 
@@ -79,7 +79,7 @@ class TorchBackend:
     def rounded_bytes(self) -> int:
         return 0
 
-    def fuse(self, layers: Sequence[LayerParts], kind: LayerKind) -> Layers | None:
+    def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> Layers | None:
         return None
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -1,6 +1,7 @@
 """What a backend needs to know of a decoder's layers to compute them in one call."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -9,11 +10,15 @@ from kernels.attention import AttentionBatch
 from kernels.linear import Linear
 
 
-class LayerParts(Protocol):
-    """The parameters of one decoder layer, by their places; what a family does not have is None."""
+@dataclass(slots=True)
+class Layer:
+    """The parameters of one decoder layer; q, k and v, and gate and up, are stacked so that each is one product.
+
+    `window` is in positions. `rope` is an index into the step's ropes. What a family does not have is None.
+    """
 
     window: int | None
-    rope: int | None  # which of the step's ropes
+    rope: int | None
     input_norm: Tensor | None
     qkv: Linear
     q_norm: Tensor | None

@@ -15,7 +15,7 @@ from kernels.cpu.layers import FusedLayers
 from kernels.cpu.library import Library
 from kernels.cpu.linear import PER_UNIT, PackedLinear, QuantizedLinear
 from kernels.cpu.memory import Arena
-from kernels.layers import LayerKind, LayerParts
+from kernels.layers import Layer, LayerKind
 from kernels.linear import Linear
 
 
@@ -131,7 +131,7 @@ class CpuBackend(TorchBackend):
     ) -> Tensor:
         return paged_attention(self.library, q, kv, batch, scale, window, softcap)
 
-    def fuse(self, layers: Sequence[LayerParts], kind: LayerKind) -> FusedLayers | None:
+    def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> FusedLayers | None:
         return FusedLayers.of(self.library, layers, kind)
 
 

@@ -10,7 +10,7 @@ from kernels.attention import AttentionBatch
 from kernels.cpu.attention import AttentionCall, prepare
 from kernels.cpu.library import Library
 from kernels.cpu.linear import PackedLinear
-from kernels.layers import LayerKind, LayerParts
+from kernels.layers import Layer, LayerKind
 
 ROPES = 4  # as many as layers.cpp has room for
 
@@ -52,7 +52,7 @@ class _Step(ctypes.Structure):
 class FusedLayers:
     """A stack of layers. Use `of`, which knows what can be fused."""
 
-    def __init__(self, library: Library, layers: Sequence[LayerParts], kind: LayerKind, dtype: torch.dtype) -> None:
+    def __init__(self, library: Library, layers: Sequence[Layer], kind: LayerKind, dtype: torch.dtype) -> None:
         self._library, self._parts, self._kind, self._dtype = library, list(layers), kind, dtype
         self._layers = (_Layer * len(layers))(*(_layer(parts) for parts in layers))
         first = self._layers[0]
@@ -62,7 +62,7 @@ class FusedLayers:
         self._between += max(first.output.inner, first.down.inner)
 
     @classmethod
-    def of(cls, library: Library, layers: Sequence[LayerParts], kind: LayerKind) -> "FusedLayers | None":
+    def of(cls, library: Library, layers: Sequence[Layer], kind: LayerKind) -> "FusedLayers | None":
         """None for layers that are not all alike, and for norms that layers.cpp does not have."""
         linears = [
             [linear for name in _LINEARS if isinstance(linear := getattr(parts, name), PackedLinear)]
@@ -135,7 +135,7 @@ class FusedLayers:
             assert angles.is_contiguous()
 
 
-def _layer(parts: LayerParts) -> _Layer:
+def _layer(parts: Layer) -> _Layer:
     weights = {name: getattr(parts, name) for name in _NORMS}
     return _Layer(
         **{name: None if weight is None else weight.data_ptr() for name, weight in weights.items()},

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import AttentionBatch
+from kernels.transfer import upload
 from kernels.triton.shapes import SPLIT
 
 
@@ -55,7 +56,7 @@ class HostBatch:
         self.layout = Layout(batch.tables, packed[:count], packed[2 * count :], packed[count : 2 * count])
 
     def _send(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32).to(self.batch.tables.device, non_blocking=True)
+        return upload(numbers, self.batch.tables.device, torch.int32)
 
     def splits(self, window: int | None) -> Splits | None:
         """None if no entry has one query."""
