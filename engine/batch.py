@@ -23,7 +23,6 @@ class Batch:
     sampling_rows: Tensor
     last_tokens: Tensor  # rows of the step's tokens whose logits are needed
     new_positions: Tensor  # positions of the tokens to be sampled
-    scoring: list[int]  # entries whose prompt_logprobs are asked for
     checked: Tensor  # rows of the step's tokens whose hidden states must be finite
     owners: Tensor  # and the entry of each
 
@@ -59,7 +58,6 @@ def build_batch(
         sampling_rows=sampling_rows,
         last_tokens=last_tokens,
         new_positions=new_positions,
-        scoring=[order[slot] for slot, entry in enumerate(entries) if _scores(entry)],
         checked=watched,
         owners=owners,
     )
@@ -120,12 +118,3 @@ def _token_ids(entries: list[Entry], firsts: list[int], rows: Tensor, last_token
         slots, fed_rows = upload(fed, last_token.device).T
         ids[slots] = last_token[fed_rows]
     return ids
-
-
-def _scores(entry: Entry) -> bool:
-    sequence = entry.sequence
-    return (
-        sequence.wants_prompt_logprobs
-        and len(sequence.prompt_logprobs) < sequence.prompt_length
-        and (entry.start < sequence.prompt_length)
-    )

@@ -6,9 +6,10 @@ from functools import cached_property
 
 from engine.blocks import BlockPool, Namespace, UncachedPool
 from engine.config import STEP_TOKENS, EngineConfig
+from engine.handle import Handle
 from engine.plan import Plan
 from engine.request import Delta, Request, Stats
-from engine.runner import Handle, Runner, device_name
+from engine.runner import Runner, device_name
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.timing import StepTimes

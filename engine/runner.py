@@ -1,45 +1,30 @@
 """The device: parameters, KV memory, the rows of running sequences, and the one place where a step is computed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from platform import machine
-from time import perf_counter_ns
 
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, build_batch
 from engine.config import STEP_TOKENS, EngineConfig
 from engine.errors import DeviceError
 from engine.gpumemory import Meter, Room, refusing
+from engine.handle import Handle
+from engine.hosted import HostedStepper
 from engine.memory import block_bytes, kv_blocks
 from engine.model import Decoder, Inputs
 from engine.modelconfig import ModelConfig
 from engine.plan import Plan, Sampled
 from engine.rehearsal import largest_step
-from engine.sampler import Drawn, Sampler
-from engine.sampling.logprobs import Scored, score_tokens
+from engine.sampler import Sampler
+from engine.stepper import Parts, Stepper
 from engine.weights import Loader, open_checkpoint
-from kernels import Arrival, AttentionBatch, Backend, Heads, download, select, upload
+from kernels import AttentionBatch, Backend, Heads, select
 
 KERNEL_VERSION = 4  # part of `numerics`: raise it with any change that may change a bit of a result
-LOGIT_ROWS = 64  # prompt positions per vocabulary product: bounds the memory of prompt_logprobs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(slots=True)
-class Handle:
-    """A launched step, to be collected. Results are keyed by the plan's entries."""
-
-    plan: Plan
-    batch: Batch
-    drawn: Drawn | None
-    broken: Tensor  # by entry: whether one of its checked hidden states is not finite
-    prompt_logprobs: dict[int, list[Scored]]  # by entry
-    finite_prompts: dict[int, list[Tensor]]  # by entry: whether the logits were finite
-    arrival: Arrival  # of all that is above on the host
 
 
 class Runner:
@@ -69,10 +54,9 @@ class Runner:
             self.model = Decoder(self.model_config, loader, self._backend, self.max_model_len, rows)
             loader.close()
         self.weight_bytes = loader.bytes + self._backend.rounded_bytes
-        self.device_ns = 0  # spent computing (on a CPU), or waiting for the device
         self.block_size, self._seed = config.block_size, config.seed
         self.max_sequences = config.max_sequences
-        self._make_rows()
+        self.stepper = self._make_stepper()
         room = None if meter is None else self._rehearse(config, meter)
         self.kv_blocks = kv_blocks(config, self.model_config, self.dtype, self.max_model_len, room)
         with refusing(meter, f"a KV pool of {self.kv_blocks} blocks"):
@@ -85,21 +69,28 @@ class Runner:
         )  # fmt: skip
 
     @property
+    def device_ns(self) -> int:
+        """Time spent computing (on a CPU), or waiting for the device."""
+        return self.stepper.device_ns
+
+    @property
     def kernels(self) -> str:
         """Who computes, and why plain torch where faster kernels are missing."""
         return self._backend.name
 
     @torch.inference_mode()
-    def _make_rows(self) -> None:
-        """Per-row state. Row `max_sequences` is for padding, never content."""
+    def _make_stepper(self) -> Stepper:
+        """What computes steps, with its state of each row."""
         config = self.model_config
-        columns = -(-self.max_model_len // self.block_size)
-        self._tables = torch.zeros((self.max_sequences + 1, columns), dtype=torch.int64, device=self.device)
-        self._last_token = torch.zeros(self.max_sequences + 1, dtype=torch.int64, device=self.device)
         self._sampler = Sampler(self.max_sequences, config.vocab_size, self.device)
         self._heads = Heads(config.kv_heads, config.heads // config.kv_heads)
-        self._windowed = any(kind.window is not None for kind in config.layer_kinds)
-        self.cache: list[Tensor] = []
+        parts = Parts(
+            device=self.device, model=self.model, sampler=self._sampler, heads=self._heads, rows=self.max_sequences,
+            columns=-(-self.max_model_len // self.block_size), block_size=self.block_size,
+            windowed=any(kind.window is not None for kind in config.layer_kinds),
+            logits=lambda hidden: self.logits(hidden),  # noqa: PLW0108 - looked up each time: tests replace it
+        )  # fmt: skip
+        return HostedStepper(parts)
 
     @torch.inference_mode()
     def _make_pool(self) -> None:
@@ -110,7 +101,7 @@ class Runner:
         config = self.model_config
         shape = (2, self.kv_blocks + 1, config.kv_heads, self.block_size, config.head_dim)
         self.cache = [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(config.layers)]
-        self._tables.fill_(self.kv_blocks)
+        self.stepper.open_pool(self.cache, self.kv_blocks)
 
     def _rehearse(self, config: EngineConfig, meter: Meter) -> Room:
         """Compute the largest step that may come, on a pool of nothing but the padding block, and see what is left.
@@ -145,7 +136,7 @@ class Runner:
     def warm_up(self) -> None:
         """One padded step, so that what is set up lazily (threads, row probes) does not cost the first request."""
         for count in (1, 2):
-            table = self._tables[-1:, :1]
+            table = torch.full((1, 1), self.kv_blocks, device=self.device)
             attention = AttentionBatch([count], [count], table, self.block_size, self._heads)
             zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
             inputs = Inputs(zeros, zeros, zeros, zeros + self.kv_blocks, zeros, attention)
@@ -153,78 +144,15 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Handle:
-        self._apply_differences(plan)
-        batch = build_batch(plan, self._tables, self._last_token, self.block_size, self._heads, windowed=self._windowed)
-        began = perf_counter_ns()
-        hidden = self.model.forward(batch.inputs, self.cache)
-        drawn = self._draw(hidden, batch) if batch.sampling else None
-        broken = download(_find_broken(hidden, batch))
-        handle = Handle(plan, batch, drawn and drawn.download(), broken, {}, {}, Arrival(self.device))
-        for index in batch.scoring:
-            self._score_prompt(hidden, handle, index)
-        handle.arrival.start()
-        if self.device.type == "cpu":
-            self.device_ns += perf_counter_ns() - began
-        return handle
+        return self.stepper.launch(plan)
 
     def collect(self, handle: Handle) -> Sampled:
         """Wait for a launched step and bring its few numbers to the host, in the order of the plan's entries."""
-        began = perf_counter_ns()
-        handle.arrival.wait()
-        count = len(handle.plan.entries)
-        sampled = Sampled([None] * count, [False] * count, [None] * count, [None] * count)
-        if handle.drawn is not None:
-            ids, broken = handle.drawn.ids.tolist(), handle.drawn.broken.tolist()
-            logprobs = handle.drawn.logprobs
-            for slot, index in enumerate(handle.batch.sampling):
-                sampled.tokens[index], sampled.broken[index] = ids[slot], broken[slot]
-                sampled.logprobs[index] = logprobs[slot]
-        sampled.broken = [one or other for one, other in zip(sampled.broken, handle.broken.tolist(), strict=True)]
-        for index, parts in handle.prompt_logprobs.items():
-            sampled.prompt_logprobs[index] = [row for part in parts for row in part.rows()]
-            sampled.broken[index] |= not all(handle.finite_prompts[index])
-        self.device_ns += perf_counter_ns() - began  # next to nothing but the wait
-        return sampled
-
-    def _apply_differences(self, plan: Plan) -> None:
-        for sequence in plan.opened:
-            self._sampler.open(sequence)
-            self.model.open(sequence.row, sequence.longest)
-        if plan.blocks:
-            rows, columns, blocks = upload(plan.blocks, self.device).T
-            self._tables[rows, columns] = blocks
-
-    def _draw(self, hidden: Tensor, batch: Batch) -> Drawn:
-        entries = [batch.plan.entries[index] for index in batch.sampling]
-        logits = self.logits(hidden[batch.last_tokens])
-        drawn = self._sampler.draw(logits, [entry.sequence for entry in entries], batch.new_positions)
-        self._last_token[batch.sampling_rows] = drawn.ids
-        return drawn
+        return self.stepper.collect(handle)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary] of hidden states [rows, hidden]; a seam for tests that look at or break them."""
         return self.model.logits(hidden)
-
-    def _score_prompt(self, hidden: Tensor, handle: Handle, index: int) -> None:
-        """Log-probabilities of the prompt tokens that this entry's positions predict."""
-        entry, first = handle.plan.entries[index], handle.batch.first_tokens[index]
-        sequence = entry.sequence
-        end = min(entry.start + entry.count, sequence.prompt_length - 1)
-        targets = upload(sequence.tokens[entry.start + 1 : end + 1], self.device)
-        rows = hidden[first : first + len(targets)]
-        best = sequence.request.sampling.prompt_logprobs or 0
-        scored, finite = handle.prompt_logprobs.setdefault(index, []), handle.finite_prompts.setdefault(index, [])
-        for part, ids in zip(rows.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
-            logits = self.logits(part)
-            finite.append(download(torch.isfinite(logits.amax(-1)).all()))
-            scored.append(score_tokens(logits, ids, [best] * len(ids)).download())
-
-
-def _find_broken(hidden: Tensor, batch: Batch) -> Tensor:
-    """For each entry of the plan, whether a checked hidden state of it is not finite."""
-    wrong = ~torch.isfinite(hidden[batch.checked]).all(-1)
-    counts = torch.zeros(len(batch.plan.entries), dtype=torch.int32, device=hidden.device)
-    return counts.index_add_(0, batch.owners, wrong.to(torch.int32)) > 0
 
 
 def choose_device(name: str) -> torch.device:

@@ -11,8 +11,9 @@ import sys
 import time
 
 from engine import child
+from engine.handle import Handle
 from engine.plan import Plan
-from engine.runner import Handle, Runner
+from engine.runner import Runner
 from tests.chaos.workload import POISON
 
 PACE = float(os.environ.get("CHAOS_PACE", "0"))

@@ -189,7 +189,9 @@ def test_a_rehearsed_engine_computes_as_any_other(make_engine, monkeypatch, cont
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, GIB))
     monkeypatch.setattr(Meter, "measure", rehearse)
     engine: Engine = make_engine(max_sequences=5, max_step_tokens=64)
-    assert bool((engine.runner._tables == engine.runner.kv_blocks).all())  # rows of nobody write to the padding block
+    assert bool(
+        (engine.runner.stepper.tables == engine.runner.kv_blocks).all()
+    )  # rows of nobody write to the padding block
     assert seen == ["a step of 64 tokens (max_step_tokens) of 5 sequences (max_sequences)"]
     replies = run(engine, [request("x", range(3, 20)), request("y", range(30, 37), GREEDY)])
     assert {name: reply.tokens for name, reply in replies.items()} == {n: reply.tokens for n, reply in truth.items()}

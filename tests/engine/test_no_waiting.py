@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import Engine, Request, SamplingParams
+from engine.handle import Handle
 from engine.masks import pack
 from engine.plan import Plan, Sampled
-from engine.runner import Handle, Runner
+from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from engine.weights import Loader
