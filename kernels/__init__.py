@@ -9,6 +9,7 @@ from kernels.backend import Backend, Embedding, TorchBackend
 from kernels.layers import Layer, LayerKind, Layers
 from kernels.linear import Linear
 from kernels.noise import gumbel, ranks, reach, row_keys
+from kernels.resident import Lottery, Parameters, Resident, ResidentBatch, State, Step
 from kernels.select import KernelsMissingError, select
 from kernels.top import block_maxima, first_argmax, largest, members, top_columns
 from kernels.transfer import Arrival, download, to_device, upload, upload_all
@@ -24,6 +25,12 @@ __all__ = [
     "LayerKind",
     "Layers",
     "Linear",
+    "Lottery",
+    "Parameters",
+    "Resident",
+    "ResidentBatch",
+    "State",
+    "Step",
     "TorchBackend",
     "block_maxima",
     "download",

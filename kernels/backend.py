@@ -10,7 +10,9 @@ from torch import Tensor
 from kernels.attention import AttentionBatch, paged_attention
 from kernels.layers import Layer, LayerKind, Layers
 from kernels.linear import Linear, prepare_linear
+from kernels.plain_resident import PlainResident
 from kernels.reference import GELU_CUBIC, GELU_SCALE
+from kernels.resident import Resident, ResidentBatch
 
 Embedding = Callable[[Tensor], Tensor]  # ids [T] -> [T, hidden]
 
@@ -54,7 +56,7 @@ class Backend(Protocol):
         self,
         q: Tensor,
         kv: Tensor,
-        batch: AttentionBatch,
+        batch: AttentionBatch | ResidentBatch,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
@@ -62,6 +64,10 @@ class Backend(Protocol):
 
     def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> Layers | None:
         """The layers as one call that gives the bits of the operations above; None where there is none for them."""
+        ...
+
+    def resident(self, device: torch.device) -> Resident | None:
+        """What prepares steps from the device's own state, so that graphs can hold them; None where nothing does."""
         ...
 
 
@@ -81,6 +87,9 @@ class TorchBackend:
 
     def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> Layers | None:
         return None
+
+    def resident(self, device: torch.device) -> Resident | None:
+        return None if device.type == "cuda" else PlainResident()
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return prepare_linear(weight, bias, deterministic=self._deterministic)
@@ -125,9 +134,14 @@ class TorchBackend:
         self,
         q: Tensor,
         kv: Tensor,
-        batch: AttentionBatch,
+        batch: AttentionBatch | ResidentBatch,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        return paged_attention(q, kv, batch, scale, window, softcap)
+        if isinstance(batch, AttentionBatch):
+            return paged_attention(q, kv, batch, scale, window, softcap)
+        there = sum(batch.on_host.query_lengths)
+        out = torch.full_like(q, torch.nan)  # of nobody: what a kernel leaves there may be anything
+        out[:there] = paged_attention(q[:there], kv, batch.on_host, scale, window, softcap)
+        return out

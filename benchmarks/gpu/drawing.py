@@ -45,7 +45,8 @@ def engines(logits: Tensor, parameters: dict[str, Any]) -> Draw:
 
 def kernels(logits: Tensor, parameters: dict[str, Any]) -> Draw:
     """The Triton kernels. Raises ImportError where there are none."""
-    from kernels.triton.sampling import Lottery, Parameters
+    from kernels import Parameters
+    from kernels.triton.sampling import Lottery
 
     rows, device = len(logits), logits.device
     asked = SamplingParams(**parameters)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.report import Line, not_built
+from kernels import Resident, State, Step
 
 ROWS, COLUMNS, BLOCK_SIZE, PADDING_BLOCK = 40, 30, 16, 9999
 
@@ -24,17 +25,19 @@ def check(machine: Machine, *, built: bool) -> Iterator[Line]:
 @torch.inference_mode()
 def compare(device: torch.device, name: str) -> Line:
     """Random rows are told to the device; then it prepares two decode steps and a mixed one."""
-    from kernels.triton.state import State, Step
+    from kernels.triton.state import TritonResident
 
-    state, source = State.make(ROWS, COLUMNS, BLOCK_SIZE, PADDING_BLOCK, device), random.Random()
+    resident, state, source = TritonResident(), State.make(ROWS, COLUMNS, BLOCK_SIZE, device), random.Random()
+    state.clear(PADDING_BLOCK)
     places = source.sample(range(ROWS), 24)
     lengths = {row: source.randrange(COLUMNS * BLOCK_SIZE - 40) for row in places}
     tokens = {row: source.randrange(1000) for row in places}
     tables = {row: [source.randrange(PADDING_BLOCK) for _ in range(COLUMNS)] for row in places}
-    state.apply(_records(tables, lengths, tokens, places).to(device), 2000)
+    count, records = _records(state, tables, lengths, tokens, places)
+    resident.apply(state, count.to(device), records.to(device))
     step, wrong = Step.make(len(places) + 2, len(places) + 2, device), list[str]()
     for more in range(2):
-        step.advance(state)
+        resident.advance(state, step)
         at = {row: lengths[row] + more for row in places}
         expected = {
             "ids": [tokens[row] for row in places],
@@ -45,22 +48,25 @@ def compare(device: torch.device, name: str) -> Line:
             "ends": [at[row] + 1 for row in places],
         }
         wrong += _differences(step, expected, len(places))
-    wrong += _mixed(state, device, tables, tokens, places[:3])
+    wrong += _mixed(resident, state, device, tables, tokens, places[:3])
     said = f"wrong: {', '.join(wrong)}"[:300] if wrong else "two decode steps and a mixed one"
     return Line(name=name, ok=not wrong, said=said)
 
 
 def _mixed(
-    state: Any, device: torch.device, tables: dict[int, list[int]], tokens: dict[int, int], rows: list[int]
+    resident: Resident,
+    state: State,
+    device: torch.device,
+    tables: dict[int, list[int]],
+    tokens: dict[int, int],
+    rows: list[int],
 ) -> list[str]:
     """Entries of 20, 1 (its token is on the device) and 5 tokens, and room for more."""
-    from kernels.triton.state import Step
-
     firsts, counts = [5, 30, 0], [20, 1, 5]
     entries = torch.tensor([[*rows, ROWS], [*firsts, 0], [*counts, 0], [0, 1, 0, 0]], dtype=torch.int32, device=device)
     sent = list(range(100, 100 + sum(counts) + 3))
     step = Step.make(len(sent), 4, device)
-    step.open(state, entries, torch.tensor(sent, dtype=torch.int32, device=device))
+    resident.open(state, step, entries, torch.tensor(sent, dtype=torch.int32, device=device))
     of = [(row, first + n) for row, first, count in zip(rows, firsts, counts, strict=True) for n in range(count)]
     ids = [tokens[rows[1]] if row == rows[1] else sent[number] for number, (row, _) in enumerate(of)]
     expected = {
@@ -74,15 +80,18 @@ def _mixed(
 
 
 def _records(
-    tables: dict[int, list[int]], lengths: dict[int, int], tokens: dict[int, int], places: list[int]
-) -> Tensor:
-    """The host's buffer of differences, as kernels/triton/steps.py has it."""
-    blocks = [(row, index, block) for row, table in tables.items() for index, block in enumerate(table)]
-    opened = [(row, lengths[row], tokens[row]) for row in places]
-    placed = [(place, row, 0) for place, row in enumerate(places)]
-    header = [len(blocks), len(opened), len(placed), 0]
-    numbers = [*header, *(number for record in (*blocks, *opened, *placed) for number in record)]
-    return torch.tensor(numbers + [7] * (4 + 3 * 2000 - len(numbers)), dtype=torch.int32)
+    state: State, tables: dict[int, list[int]], lengths: dict[int, int], tokens: dict[int, int], places: list[int]
+) -> tuple[Tensor, Tensor]:
+    """How many differences there are, and the differences, with rubbish behind them."""
+    at = state.addresses
+    records = [
+        (at.tables + row * COLUMNS + index, block) for row, table in tables.items() for index, block in enumerate(table)
+    ]
+    records += [(at.lengths + row, lengths[row]) for row in places]
+    records += [(at.last_tokens + row, tokens[row]) for row in places]
+    records += [(at.places + place, row) for place, row in enumerate(places)]
+    rubbish = [(7, 7)] * 100
+    return torch.tensor([len(records)], dtype=torch.int32), torch.tensor(records + rubbish, dtype=torch.int32)
 
 
 def _differences(step: Any, expected: dict[str, list[int]], count: int) -> list[str]:

@@ -17,6 +17,7 @@ from kernels.cpu.linear import PER_UNIT, PackedLinear, QuantizedLinear
 from kernels.cpu.memory import Arena
 from kernels.layers import Layer, LayerKind
 from kernels.linear import Linear
+from kernels.resident import ResidentBatch
 
 
 class CpuBackend(TorchBackend):
@@ -124,12 +125,16 @@ class CpuBackend(TorchBackend):
         self,
         q: Tensor,
         kv: Tensor,
-        batch: AttentionBatch,
+        batch: AttentionBatch | ResidentBatch,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
+        assert isinstance(batch, AttentionBatch), "`resident` is None"
         return paged_attention(self.library, q, kv, batch, scale, window, softcap)
+
+    def resident(self, device: torch.device) -> None:
+        """The host knows all lengths anyway, and a call costs it little."""
 
     def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> FusedLayers | None:
         return FusedLayers.of(self.library, layers, kind)

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from kernels.attention import AttentionBatch
 from kernels.backend import TorchBackend
+from kernels.resident import ResidentBatch
 from kernels.triton import attention, heads, row
 from kernels.triton.attention import Scoring, Workspace
-from kernels.triton.batch import HostBatch
+from kernels.triton.batch import DeviceBatch, HostBatch
 from kernels.triton.shapes import SPLIT, power_of_two, row_warps
+from kernels.triton.state import TritonResident
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_GROUP = 16  # query heads of a key/value head: the rows of a decode's matrix product
@@ -30,7 +32,7 @@ class TritonBackend(TorchBackend):
 
     def __init__(self, *, deterministic: bool, on_compile: Callable[[str], None] = lambda what: None) -> None:
         super().__init__(deterministic=deterministic, name="triton")
-        self._last: HostBatch | None = None  # all layers of a step share one
+        self._last: HostBatch | DeviceBatch | None = None  # all layers of a step share one
         self._on_compile, self._announced = on_compile, set[tuple[object, ...]]()
 
     def _announce(self, *variant: object) -> None:
@@ -42,6 +44,9 @@ class TritonBackend(TorchBackend):
     @property
     def numerics(self) -> str:
         return f"triton-{version('triton')}-{SPLIT}"
+
+    def resident(self, device: torch.device) -> TritonResident:
+        return TritonResident()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.shape[-1] > WIDEST_ROW or x.dim() not in (2, 3):
@@ -111,7 +116,7 @@ class TritonBackend(TorchBackend):
         self,
         q: Tensor,
         kv: Tensor,
-        batch: AttentionBatch,
+        batch: AttentionBatch | ResidentBatch,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
@@ -119,19 +124,19 @@ class TritonBackend(TorchBackend):
         if batch.heads.group > MOST_GROUP or q.shape[2] not in WIDTHS:
             return super().attention(q, kv, batch, scale, window, softcap)
         if self._last is None or self._last.batch is not batch:
-            self._last = HostBatch(batch)
-        host, scoring, out = self._last, Scoring(scale, softcap, window), torch.empty_like(q)
-        splits = host.splits(window)
-        variant = q.shape[1:], power_of_two(host.layout.count), window is None, softcap is None
+            self._last = HostBatch(batch) if isinstance(batch, AttentionBatch) else DeviceBatch(batch)
+        last, scoring, out = self._last, Scoring(scale, softcap, window), torch.empty_like(q)
+        splits = last.splits(window)
+        variant = q.shape[1:], power_of_two(last.layout.count), window is None, softcap is None
         if splits is not None:
             self._announce("decode_splits", *variant)
             workspace = Workspace.make(splits.capacity, q.shape[1], q.shape[2], q.device)
-            attention.attend_decodes(q, kv, out, host.layout, splits, scoring, workspace)
+            attention.attend_decodes(q, kv, out, last.layout, splits, scoring, workspace)
         tokens = attention.tile_tokens(q, kv, invariant=self._deterministic)
-        tiles = host.tiles(tokens)
+        tiles = last.tiles(tokens)
         if tiles is not None:
             self._announce("prefill", *variant)
-            attention.attend_chunks(q, kv, out, host.layout, tiles, scoring, invariant=self._deterministic)
+            attention.attend_chunks(q, kv, out, last.layout, tiles, scoring, invariant=self._deterministic)
         return out
 
 

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
 """A ragged batch on the device: what attention kernels read, without a number on the host."""
 
 from dataclasses import dataclass
@@ -6,8 +7,10 @@ import torch
 from torch import Tensor
 
 from kernels.attention import AttentionBatch
+from kernels.resident import ResidentBatch
 from kernels.transfer import upload
-from kernels.triton.shapes import SPLIT
+from kernels.triton.shapes import ONE, SPLIT, power_of_two
+from kernels.triton.steps import lay_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,43 @@ class HostBatch:
             starts = sums([-(-count // tokens) if count > 1 else 0 for count in self.batch.query_lengths])
             self._tiles[tokens] = Tiles(self._send(starts), starts[-1])
         return self._tiles[tokens]
+
+
+class DeviceBatch:
+    """A ResidentBatch, whose lengths only the device knows: it lays out what attention asks for, once a window."""
+
+    def __init__(self, batch: ResidentBatch) -> None:
+        self.batch, step = batch, batch.step
+        self._splits, self._tiles = dict[int, Splits](), dict[int, Tiles]()
+        self.layout = Layout(batch.state.tables, step.rows, step.starts, step.ends)
+
+    def splits(self, window: int | None) -> Splits | None:
+        if (window or 0) not in self._splits:
+            self._splits[window or 0] = self._lay_out(window, 1)[0]
+        return self._splits[window or 0]
+
+    def tiles(self, tokens: int) -> Tiles | None:
+        """Room for the most that there can be; None in a step of decodes."""
+        if self.batch.decodes:
+            return None
+        if tokens not in self._tiles:
+            self._tiles[tokens] = self._lay_out(None, tokens)[1]
+        return self._tiles[tokens]
+
+    def _lay_out(self, window: int | None, tile_tokens: int) -> tuple[Splits, Tiles]:
+        count, tokens = self.layout.count, len(self.batch.step.ids)
+        splits, tiles = torch.empty(2, count + 1, dtype=torch.int32, device=self.layout.starts.device)
+        lay_out_batch(self.layout, splits, tiles, tile_tokens, window)
+        # Each entry with several tokens leaves at most one tile that is not full.
+        return Splits(splits, self.batch.splits), Tiles(tiles, tokens // tile_tokens + min(count, tokens // 2))
+
+
+def lay_out_batch(layout: Layout, splits: Tensor, tiles: Tensor, tile_tokens: int, window: int | None) -> None:
+    """Fill in the starts of splits and tiles, for layers with this window."""
+    lay_out[(1,)](
+        layout.starts, layout.lengths, splits, tiles, layout.count, window or 0, SPLIT, tile_tokens,
+        most=power_of_two(layout.count), windowed=window is not None, **ONE,
+    )  # fmt: skip
 
 
 def split_count(length: int, window: int | None) -> int:

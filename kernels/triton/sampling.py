@@ -1,11 +1,10 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
 """Launching the sampler: up to five kernels, none of which waits for the host. Buffers are made once."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from kernels.resident import Parameters
 from kernels.triton.floors import candidates, find_floors
 from kernels.triton.lottery import choose, chunk_best, draw
 from kernels.triton.shapes import power_of_two
@@ -13,22 +12,6 @@ from kernels.triton.shapes import power_of_two
 CHUNK = 4096  # logits a program looks at
 SMALL = {"num_warps": 4, "num_stages": 1}
 WIDE = {"num_warps": 8, "num_stages": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """What rows of running sequences ask for, on the device, by row; the last row is for padding.
-
-    temperatures float32 (0: greedy), top_ks int32 (0: off), top_ps float64 (1: off), min_floors float32 (log of min_p,
-    -inf: off), seeds int64, last_tokens int32 or int64.
-    """
-
-    temperatures: Tensor
-    top_ks: Tensor
-    top_ps: Tensor
-    min_floors: Tensor
-    seeds: Tensor
-    last_tokens: Tensor
 
 
 class Lottery:
@@ -59,11 +42,7 @@ class Lottery:
         random: bool,
         filtered: bool,
     ) -> None:
-        """Write the tokens of logits [B, vocab] to out [B] and to their rows' last tokens; broken [B] as int32.
-
-        rows [B] and positions [B] (of the new tokens) are int32. What the host knows picks the kernels: `random` if any
-        row draws, `filtered` if any has top-k, top-p or min-p. Tokens do not depend on that.
-        """
+        """See kernels.resident.Lottery."""
         count, padded = len(rows), power_of_two(self._chunks)
         assert logits.stride(1) == 1
         assert logits.shape[1] == self._vocab

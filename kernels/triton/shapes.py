@@ -10,6 +10,7 @@ SPLIT = 512  # keys: partial outputs stay below 3 % of the bytes, and 1,024 of c
 # Where keys lie is loaded too, which takes every second stage: so many keep two tiles in flight.
 STAGES = 5
 Options = dict[str, int | bool]
+ONE: Options = {"num_warps": 4, "num_stages": 1}  # of kernels that prepare a step
 Tiles = dict[str, int]
 
 

@@ -1,11 +1,10 @@
 # type: ignore  (the language of kernels is not Python's: types are those of the launchers)
 """Preparing a step from what the device keeps of each row: the host needs no number of it, so it can be captured.
 
-State by row, R rows and one more for padding: tables [R + 1, blocks], lengths (positions whose keys are written or
-about to be) and last_tokens int32 [R + 1]. `places` int32 [batch] says which row is in which place of a decode batch;
-the padding row stands for nobody, its keys go to the padding block.
+What the state of rows is stands in kernels/resident.py, and what each kernel means in kernels/plain_resident.py. The
+padding row stands for nobody; its keys go to the padding block.
 
-The host sends differences only. Bytes: 12 a record, 16 a place; all are bounded by the launch, about 2 us each.
+The host sends differences only. Bytes: 8 a record; all are bounded by the launch, about 2 us each.
 """
 
 import triton
@@ -13,24 +12,15 @@ import triton.language as tl
 
 
 @triton.jit
-def apply_differences(changes, tables, lengths, last_tokens, places, table_stride, block: tl.constexpr):
-    """Grid (any): carry out the records of changes int32 [4 + 3 n]: their numbers of each kind, then the triples.
+def apply_differences(memory, count, records, block: tl.constexpr):
+    """Grid (any): the first count[0] of records int32 [any, 2]: an address in memory, and the word that belongs there.
 
-    In this order: (row, index, block) table entries; (row, length, token) new rows, token -1 keeping the last one;
-    (place, row, 0). No two records of a step write to one address: they are carried out in any order.
+    No two records of a step write to one address: they are carried out in any order.
     """
-    blocks, opened, placed = tl.load(changes), tl.load(changes + 1), tl.load(changes + 2)
     i = tl.program_id(0) * block + tl.arange(0, block)
-    there = i < blocks + opened + placed
-    first = tl.load(changes + 4 + 3 * i, mask=there, other=0)
-    second = tl.load(changes + 5 + 3 * i, mask=there, other=0)
-    third = tl.load(changes + 6 + 3 * i, mask=there, other=0)
-    is_block, is_row = i < blocks, (i >= blocks) & (i < blocks + opened)
-    at = tables + first.to(tl.int64) * table_stride + second
-    tl.store(at, third.to(tables.dtype.element_ty), mask=there & is_block)
-    tl.store(lengths + first, second, mask=is_row)
-    tl.store(last_tokens + first, third.to(last_tokens.dtype.element_ty), mask=is_row & (third >= 0))
-    tl.store(places + first, second, mask=there & (i >= blocks + opened))
+    there = i < tl.load(count)
+    address = tl.load(records + 2 * i, mask=there, other=0)
+    tl.store(memory + address, tl.load(records + 2 * i + 1, mask=there, other=0), mask=there)
 
 
 @triton.jit

@@ -12,9 +12,9 @@ from torch import Tensor
 from engine import SamplingParams
 from engine.sampler import Sampler
 from engine.sampling.filters import nucleus_floor, top_k_floor
-from kernels import block_maxima, gumbel, ranks, row_keys
+from kernels import Parameters, block_maxima, gumbel, ranks, row_keys
 from kernels.triton import lottery
-from kernels.triton.sampling import CHUNK, Lottery, Parameters
+from kernels.triton.sampling import CHUNK, Lottery
 from tests.engine.sampling import CPU, draw, open_row
 
 VOCAB = CHUNK + 905

@@ -8,8 +8,8 @@ from typing import Any
 from kernels.triton import decode, floors, heads, lottery, prefill, row, skinny, steps
 from kernels.triton.backend import GATE_BLOCK, HEADS
 from kernels.triton.sampling import CHUNK, WIDE
-from kernels.triton.shapes import AttentionShape, Options, decode_tiles, prefill_tiles, row_warps, skinny_tiles
-from kernels.triton.state import ONE, RECORDS, TOKENS
+from kernels.triton.shapes import ONE, AttentionShape, Options, decode_tiles, prefill_tiles, row_warps, skinny_tiles
+from kernels.triton.state import RECORDS, TOKENS
 
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 TARGETS = (80, 90, 100)
@@ -142,9 +142,10 @@ def sampling() -> Iterator[Variant]:
 
 def preparing() -> Iterator[Variant]:
     pointers = (
-        "changes", "tables", "lengths", "last_tokens", "places", "ids", "positions", "blocks", "offsets", "rows",
-        "starts", "ends", "entries", "sent", "token_rows", "splits", "tile_starts",
+        "memory", "records", "tables", "lengths", "last_tokens", "places", "rows", "starts", "ends", "entries", "sent",
+        "splits", "tile_starts",
     )  # fmt: skip
+    wide = ("ids", "positions", "blocks", "offsets", "token_rows")
     sized: dict[str, Any] = {"block_size": 16, "most": 256}
     kinds = (
         (steps.apply_differences, {"block": RECORDS}), (steps.advance, sized), (steps.open_entries, {"most": 256}),
@@ -152,7 +153,9 @@ def preparing() -> Iterator[Variant]:
         (steps.lay_out, {"most": 256, "windowed": True}),
     )  # fmt: skip
     for kernel, constants in kinds:
-        types = typed(kernel, dict.fromkeys(pointers, "*i32"), constants)
+        known = dict.fromkeys(pointers, "*i32") | dict.fromkeys(wide, "*i64")
+        known |= {"count": "*i32"} if kernel is steps.apply_differences else {}
+        types = typed(kernel, known, constants)
         name = f"{kernel.__name__}{' window' * constants.get('windowed', False)}"
         yield Variant(name, kernel, types, constants, ONE, frozenset())
 
