@@ -10,6 +10,7 @@ Kernels = Literal["auto", "torch", "cpu", "triton"]
 Quantize = Literal["none", "int8", "int4"]
 
 
+IN_FLIGHT = 2  # steps launched and not collected, where they overlap
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}  # how long running streams wait while a step takes in a new prompt
 
 
@@ -37,6 +38,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     share_across_tenants: bool = False
     deterministic: Literal["auto"] | bool = "auto"
     overlap: Literal["auto"] | bool = "auto"  # plan the next step while the device runs this one; auto: on CUDA
+    graphs: Literal["auto"] | bool = "auto"  # keep steps' state on the device and capture them; auto: on CUDA
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     threads: int | None = None  # None: the CPUs this process may use

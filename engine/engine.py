@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import cached_property
 
 from engine.blocks import BlockPool, Namespace, UncachedPool
-from engine.config import STEP_TOKENS, EngineConfig
+from engine.config import IN_FLIGHT, STEP_TOKENS, EngineConfig
 from engine.handle import Handle
 from engine.plan import Plan
 from engine.request import Delta, Request, Stats
@@ -48,7 +48,7 @@ class Engine:
         self._ended: list[Delta] = []  # endings that no step brought: cancels
         self._launched: deque[Handle] = deque()
         overlap = self.runner.device.type == "cuda" if config.overlap == "auto" else config.overlap
-        self._depth = 2 if overlap else 1
+        self._depth = IN_FLIGHT if overlap else 1
         self._steps = 0
         self.runner.warm_up()
         self._times = StepTimes(lambda: self.runner.device_ns)

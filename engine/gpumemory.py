@@ -11,7 +11,7 @@ from engine.errors import DeviceError
 
 SHARE = 0.9  # of the GPU's memory, where nothing else was asked for
 SPARE_BYTES = 256 << 20  # of what is free: drivers and libraries take some of it whenever they first need it
-GRAPHS, GRAPH_BYTES = 32, 8 << 20  # buckets of decodes and prefills, and what the driver keeps of each graph
+GRAPHS, GRAPH_BYTES = 64, 8 << 20  # forms of steps that are captured at most, and what the driver keeps of each graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,12 @@ class Room:
     free: int
     taken: int
     workspace: int
+    graphs: int = GRAPHS
 
     @property
     def captures(self) -> int:
         """For captured graphs: they share a pool of their own, which holds what a step needs once more."""
-        return self.workspace + GRAPHS * GRAPH_BYTES
+        return self.workspace + self.graphs * GRAPH_BYTES if self.graphs else 0
 
     def pool_bytes(self, asked: float | None) -> int:
         """What is left for the KV pool of `asked`: a share of the GPU's memory (at most 1) or bytes, for everything."""
@@ -63,8 +64,11 @@ class Meter:
         """None for a CPU, whose memory is shared with everything else and is taken page by page."""
         return cls(device) if device.type == "cuda" else None
 
-    def measure(self, largest_step: Callable[[], object], what: str) -> Room:
-        """Compute the largest step, and see what it took. Raises DeviceError with `what` when it does not fit."""
+    def measure(self, largest_step: Callable[[], object], what: str, graphs: int = GRAPHS) -> Room:
+        """Compute the largest step, and see what it took; so many graphs will be captured.
+
+        Raises DeviceError with `what` when it does not fit.
+        """
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
         held = torch.cuda.memory_reserved(self._device)
@@ -74,7 +78,7 @@ class Meter:
         workspace = torch.cuda.max_memory_reserved(self._device) - held
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        return Room(total, free, max(0, self.before - free), workspace)
+        return Room(total, free, max(0, self.before - free), workspace, graphs)
 
     def refuse(self, what: str) -> DeviceError:
         free, total = torch.cuda.mem_get_info(self._device)

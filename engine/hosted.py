@@ -7,11 +7,12 @@ from torch import Tensor
 
 from engine.batch import Batch, build_batch
 from engine.handle import Handle
+from engine.model import Inputs
 from engine.plan import Plan, Sampled
 from engine.sampler import Drawn
 from engine.scoring import PromptScores
 from engine.stepper import Parts
-from kernels import Arrival, download, upload
+from kernels import Arrival, AttentionBatch, download, upload
 
 
 class HostedStepper:
@@ -27,6 +28,15 @@ class HostedStepper:
     def open_pool(self, cache: list[Tensor], padding_block: int) -> None:
         self._cache = cache
         self.tables.fill_(padding_block)
+
+    def warm_up(self) -> None:
+        """One padded step: threads, row probes."""
+        parts, padding_block = self._parts, self.tables[-1, 0]
+        for count in (1, 2):
+            attention = AttentionBatch([count], [count], self.tables[-1:, :1], parts.block_size, parts.heads)
+            zeros = torch.zeros(count, dtype=torch.int64, device=parts.device)
+            inputs = Inputs(zeros, zeros, zeros, zeros + padding_block, zeros, attention)
+            parts.model.logits(parts.model.forward(inputs, self._cache))
 
     def launch(self, plan: Plan) -> Handle:
         parts = self._parts

@@ -9,7 +9,7 @@ from engine.layers import load_layer
 from engine.modelconfig import ModelConfig
 from engine.rope import Rotation, Turn
 from engine.weights import Loader
-from kernels import AttentionBatch, Backend, Embedding, Layer, LayerKind, Layers, Linear
+from kernels import AttentionBatch, Backend, Embedding, Layer, LayerKind, Layers, Linear, ResidentBatch
 
 HEAD = "lm_head.weight"
 
@@ -26,7 +26,7 @@ class Inputs:
     rows: Tensor
     blocks: Tensor
     offsets: Tensor
-    attention: AttentionBatch
+    attention: AttentionBatch | ResidentBatch
 
 
 class Decoder:
@@ -61,7 +61,7 @@ class Decoder:
         if self._multiplier != 1.0:
             hidden = hidden * self._multiplier
         turns = [rotation.at(inputs.positions, inputs.rows) for rotation in self._rotations]
-        if self._fused is not None:
+        if self._fused is not None and isinstance(inputs.attention, AttentionBatch):
             self._fused(hidden, cache, turns, inputs.blocks, inputs.offsets, inputs.attention)
             return hidden
         for layer, kv in zip(self._layers, cache, strict=True):

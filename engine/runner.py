@@ -10,18 +10,19 @@ from torch import Tensor
 
 from engine.config import STEP_TOKENS, EngineConfig
 from engine.errors import DeviceError
-from engine.gpumemory import Meter, Room, refusing
+from engine.gpumemory import GRAPHS, Meter, Room, refusing
 from engine.handle import Handle
 from engine.hosted import HostedStepper
 from engine.memory import block_bytes, kv_blocks
-from engine.model import Decoder, Inputs
+from engine.model import Decoder
 from engine.modelconfig import ModelConfig
 from engine.plan import Plan, Sampled
 from engine.rehearsal import largest_step
+from engine.resident import ResidentStepper
 from engine.sampler import Sampler
 from engine.stepper import Parts, Stepper
 from engine.weights import Loader, open_checkpoint
-from kernels import AttentionBatch, Backend, Heads, select
+from kernels import Backend, Heads, Resident, select
 
 KERNEL_VERSION = 4  # part of `numerics`: raise it with any change that may change a bit of a result
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,7 +57,7 @@ class Runner:
         self.weight_bytes = loader.bytes + self._backend.rounded_bytes
         self.block_size, self._seed = config.block_size, config.seed
         self.max_sequences = config.max_sequences
-        self.stepper = self._make_stepper()
+        self.stepper = self._make_stepper(config)
         room = None if meter is None else self._rehearse(config, meter)
         self.kv_blocks = kv_blocks(config, self.model_config, self.dtype, self.max_model_len, room)
         with refusing(meter, f"a KV pool of {self.kv_blocks} blocks"):
@@ -79,18 +80,32 @@ class Runner:
         return self._backend.name
 
     @torch.inference_mode()
-    def _make_stepper(self) -> Stepper:
+    def _make_stepper(self, config: EngineConfig) -> Stepper:
         """What computes steps, with its state of each row."""
-        config = self.model_config
-        self._sampler = Sampler(self.max_sequences, config.vocab_size, self.device)
-        self._heads = Heads(config.kv_heads, config.heads // config.kv_heads)
+        model = self.model_config
+        self._sampler = Sampler(self.max_sequences, model.vocab_size, self.device)
+        self._heads = Heads(model.kv_heads, model.heads // model.kv_heads)
         parts = Parts(
             device=self.device, model=self.model, sampler=self._sampler, heads=self._heads, rows=self.max_sequences,
             columns=-(-self.max_model_len // self.block_size), block_size=self.block_size,
-            windowed=any(kind.window is not None for kind in config.layer_kinds),
+            windowed=any(kind.window is not None for kind in model.layer_kinds),
             logits=lambda hidden: self.logits(hidden),  # noqa: PLW0108 - looked up each time: tests replace it
         )  # fmt: skip
-        return HostedStepper(parts)
+        resident = self._find_resident(config)
+        if resident is None:
+            return HostedStepper(parts)
+        most_tokens = config.max_step_tokens or STEP_TOKENS[self.device.type]
+        return ResidentStepper(
+            parts, resident, vocab_size=model.vocab_size, most_tokens=most_tokens, on_compile=self.on_compile
+        )
+
+    def _find_resident(self, config: EngineConfig) -> Resident | None:
+        """What prepares steps on the device; None where the host does. Raises DeviceError where graphs cannot be."""
+        wanted = self.device.type == "cuda" if config.graphs == "auto" else config.graphs
+        resident = self._backend.resident(self.device) if wanted else None
+        if resident is None and config.graphs is True:
+            raise DeviceError(f"graphs: True was asked for, but not with the kernels {self.kernels!r} on {self.device}")
+        return resident
 
     @torch.inference_mode()
     def _make_pool(self) -> None:
@@ -115,7 +130,7 @@ class Runner:
         tokens = config.max_step_tokens or STEP_TOKENS[self.device.type]
         plan = largest_step(self.max_sequences, tokens, max(1, min(self.max_model_len - 1, longest)))
         what = f"a step of {plan.tokens} tokens (max_step_tokens) of {len(plan.entries)} sequences (max_sequences)"
-        return meter.measure(lambda: self.collect(self.launch(plan)), what)
+        return meter.measure(lambda: self.collect(self.launch(plan)), what, GRAPHS if self.graphs else 0)
 
     @property
     def _longest(self) -> int | None:
@@ -123,24 +138,28 @@ class Runner:
         return self.max_model_len if any(rope.depends_on_length for rope in self.model_config.ropes) else None
 
     @property
+    def graphs(self) -> bool:
+        """Whether steps are prepared on the device, so that they can be captured."""
+        return isinstance(self.stepper, ResidentStepper)
+
+    @property
+    def _lottery(self) -> tuple[str, ...]:
+        """Another device's tokens are drawn by kernels then, whose logarithms are not the sampler's to the last bit."""
+        return ("lottery",) if self.graphs and self.device.type != "cpu" else ()
+
+    @property
     def numerics(self) -> str:
         """A digest of everything that decides the bits of a result. Equal numerics and deterministic: equal tokens."""
         facts = (
             KERNEL_VERSION, self.fingerprint, str(self.dtype), self.device.type, processor(self.device),
             torch.__version__, torch.get_num_threads(), self.block_size, self.deterministic, self._seed,
-            self._backend.numerics, self._longest,
+            self._backend.numerics, self._longest, *self._lottery,
         )  # fmt: skip
         return blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """One padded step, so that what is set up lazily (threads, row probes) does not cost the first request."""
-        for count in (1, 2):
-            table = torch.full((1, 1), self.kv_blocks, device=self.device)
-            attention = AttentionBatch([count], [count], table, self.block_size, self._heads)
-            zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
-            inputs = Inputs(zeros, zeros, zeros, zeros + self.kv_blocks, zeros, attention)
-            self.model.logits(self.model.forward(inputs, self.cache))
+        self.stepper.warm_up()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Handle:

@@ -7,7 +7,7 @@ from engine.config import Device, Dtype, EngineConfig, Kernels, Quantize
 from engine.request import MAX_LOGPROBS, MAX_SEED, Request, SamplingParams
 from engine.wire import EngineInfo
 
-SWITCHES = ("deterministic", "overlap")  # settings of an engine that are auto, on or off
+SWITCHES = ("deterministic", "overlap", "graphs")  # settings of an engine that are auto, on or off
 MAX_FLOAT32 = 3.4028234663852886e38  # a larger bias is infinite on the device; gllm.validate says the same
 
 

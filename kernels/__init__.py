@@ -12,7 +12,7 @@ from kernels.noise import gumbel, ranks, reach, row_keys
 from kernels.resident import Lottery, Parameters, Resident, ResidentBatch, State, Step
 from kernels.select import KernelsMissingError, select
 from kernels.top import block_maxima, first_argmax, largest, members, top_columns
-from kernels.transfer import Arrival, download, to_device, upload, upload_all
+from kernels.transfer import Arrival, download, page_locked, send, to_device, upload, upload_all
 
 __all__ = [
     "Arrival",
@@ -38,10 +38,12 @@ __all__ = [
     "gumbel",
     "largest",
     "members",
+    "page_locked",
     "ranks",
     "reach",
     "row_keys",
     "select",
+    "send",
     "to_device",
     "top_columns",
     "upload",

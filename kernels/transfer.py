@@ -28,6 +28,16 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
+def page_locked(count: int, device: torch.device) -> Tensor:
+    """Memory of the host's for so many int32 numbers on their way to or from the device, to be used again and again."""
+    return torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def send(source: Tensor, target: Tensor) -> None:
+    """Start a copy between page-locked memory and the device, either way. Both are contiguous and alike."""
+    target.copy_(source, non_blocking=True)
+
+
 def download(tensor: Tensor) -> Tensor:
     """A tensor whose numbers the host may read once the device has come so far; on a CPU the very same."""
     if not tensor.is_cuda:

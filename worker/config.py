@@ -46,6 +46,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     model_defaults: bool = False
     threads: int | None = None
     kernels: Kernels = "auto"
+    graphs: Literal["auto"] | bool = "auto"
     quantize: Quantize = "none"
     seed: int = 0
     metrics_host: str = "127.0.0.1"
@@ -143,7 +144,7 @@ def boolean(text: str) -> bool:
     return text.lower() in YES
 
 
-def deterministic(text: str) -> Literal["auto"] | bool:
+def automatic(text: str) -> Literal["auto"] | bool:
     if text.lower() == "auto":
         return "auto"
     if text.lower() not in YES + NO:
@@ -214,7 +215,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(name="share_across_tenants", read=boolean, switch=True, help="Let tenants hit each other's prefixes."),
     Option(
         name="deterministic",
-        read=deterministic,
+        read=automatic,
         bare="true",
         help="Rows independent of their batch: auto (where it is free), true or false; alone it means true.",
     ),
@@ -244,6 +245,12 @@ OPTIONS: tuple[Option, ...] = (
         name="kernels",
         read=choice("auto", "torch", "cpu", "triton"),
         help="Who computes: cpu (C++ kernels), triton (on CUDA), torch, or auto: C++ or Triton where it can be had.",
+    ),
+    Option(
+        name="graphs",
+        read=automatic,
+        bare="true",
+        help="Capture whole steps as CUDA graphs: auto (on CUDA with Triton), true or false; alone it means true.",
     ),
     Option(
         name="quantize",

@@ -107,6 +107,8 @@ def test_room_for_the_pool_is_what_the_share_leaves_beside_steps_and_graphs():
     assert ROOM.pool_bytes(None) == ROOM.pool_bytes(0.9)
     assert ROOM.pool_bytes(50 * GIB) == 50 * GIB - 16 * GIB - 2 * GIB - graphs
     assert ROOM.pool_bytes(1) == 60 * GIB - SPARE_BYTES - 2 * GIB - graphs  # no more than what is really free
+    without = Room(total=80 * GIB, free=60 * GIB, taken=16 * GIB, workspace=2 * GIB, graphs=0)
+    assert without.pool_bytes(0.5) == ROOM.pool_bytes(0.5) + graphs
 
 
 def config(**settings: object) -> EngineConfig:
@@ -162,8 +164,9 @@ def test_the_largest_step_has_all_rows_and_tokens_and_the_longest_contexts(rows,
     assert [sequence.row for sequence in plan.opened] == list(range(len(counts)))
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("content", [0.0, float("nan"), 3e38])
-def test_a_rehearsed_engine_computes_as_any_other(make_engine, monkeypatch, content):
+def test_a_rehearsed_engine_computes_as_any_other(make_engine, monkeypatch, content, graphs):
     """The largest step is a real one, whatever its memory held before; what it leaves behind disturbs nobody."""
     truth = run(make_engine(), [request("x", range(3, 20)), request("y", range(30, 37), GREEDY)])
     seen: list[str] = []
@@ -175,7 +178,8 @@ def test_a_rehearsed_engine_computes_as_any_other(make_engine, monkeypatch, cont
             for layer in self.cache:
                 layer.fill_(content)
 
-    def rehearse(self: Meter, largest_step: object, what: str) -> Room:
+    def rehearse(self: Meter, largest_step: object, what: str, captured: int) -> Room:
+        assert captured == (GRAPHS if graphs else 0)
         sampled = largest_step()
         assert len(sampled.tokens) == 5
         assert all(0 <= token < 160 for token in sampled.tokens)
@@ -188,12 +192,12 @@ def test_a_rehearsed_engine_computes_as_any_other(make_engine, monkeypatch, cont
     monkeypatch.setattr(Meter, "of", classmethod(lambda cls, device: cls(GPU)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, GIB))
     monkeypatch.setattr(Meter, "measure", rehearse)
-    engine: Engine = make_engine(max_sequences=5, max_step_tokens=64)
-    assert bool(
-        (engine.runner.stepper.tables == engine.runner.kv_blocks).all()
-    )  # rows of nobody write to the padding block
+    settings = {"max_sequences": 5, "graphs": graphs} | ({"kernels": "torch"} if graphs else {})
+    engine: Engine = make_engine(max_step_tokens=64, **settings)
+    tables = engine.runner.stepper._kept.state.tables if graphs else engine.runner.stepper.tables
+    assert bool((tables == engine.runner.kv_blocks).all())  # rows of nobody write to the padding block
     assert seen == ["a step of 64 tokens (max_step_tokens) of 5 sequences (max_sequences)"]
     replies = run(engine, [request("x", range(3, 20)), request("y", range(30, 37), GREEDY)])
     assert {name: reply.tokens for name, reply in replies.items()} == {n: reply.tokens for n, reply in truth.items()}
-    sized = make_engine(max_sequences=5, kv_blocks=None)
+    sized = make_engine(kv_blocks=None, **settings)
     assert sized.runner.kv_blocks == 5 * 512 // 4
