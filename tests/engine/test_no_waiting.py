@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import Engine, Request, SamplingParams
+from engine.graphs import Form, Tail
 from engine.handle import Handle
 from engine.masks import pack
 from engine.plan import Plan, Sampled
@@ -22,7 +23,8 @@ from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.sequence import Sequence
 from engine.weights import Loader
-from kernels import AttentionBatch, TorchBackend, transfer
+from engine.work import StepWork
+from kernels import AttentionBatch, ResidentBatch, TorchBackend, transfer
 
 META = torch.device("meta")
 RICH = {
@@ -32,12 +34,14 @@ RICH = {
 
 
 class Bodiless(TorchBackend):
-    """Plain torch without attention's products; the batch is laid out for it."""
+    """Plain torch without attention's products; a batch of the host's is laid out for it."""
 
     def attention(
-        self, q: Tensor, kv: Tensor, batch: AttentionBatch, scale: float, window: int | None = None, *_: Any
-    ) -> Tensor:
-        batch.parts(window)
+        self, q: Tensor, kv: Tensor, batch: AttentionBatch | ResidentBatch, scale: float, window: int | None = None,
+        *_: Any,
+    ) -> Tensor:  # fmt: skip
+        if isinstance(batch, AttentionBatch):
+            batch.parts(window)
         return torch.empty_like(q)
 
 
@@ -100,6 +104,12 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     monkeypatch.setattr(transfer, "to_device", watched)
     for name in ("engine.batch", "engine.rope", "engine.sampling.adjust"):
         monkeypatch.setattr(f"{name}.to_device", watched)
+
+    def sent(source: Tensor, target: Tensor) -> None:
+        if target.device == META:
+            watched(source, META)
+
+    monkeypatch.setattr("engine.resident.send", sent)
     return watch
 
 
@@ -144,6 +154,40 @@ def asked(name: str, length: int, **sampling: Any) -> Request:
         id=name, tokens=[3 + n % 90 for n in range(length)],
         sampling=SamplingParams(**{"max_tokens": 6, "ignore_eos": True} | sampling),
     )  # fmt: skip
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> list[Form]:
+    """The forms of all works that were done; in none of them anything came from the host: it would be captured."""
+    forms, work = list[Form](), StepWork.__call__
+
+    def watched(self: StepWork) -> None:
+        before = watch.uploads
+        work(self)
+        assert watch.uploads == before, "a number of the host's goes into a graph"
+        forms.append(self.form)
+
+    monkeypatch.setattr(StepWork, "__call__", watched)
+    return forms
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
+def test_a_resident_step_asks_the_device_nothing(steps, captured, kind):
+    """As below, by works that can be captured; those who need the sampler come in the middle."""
+    requests = [asked("greedy", 70, temperature=0.0, max_tokens=30), asked("rich", 50, **RICH),
+                asked("drawn", 50, top_k=9, top_p=0.9, min_p=0.1, max_tokens=20)]  # fmt: skip
+    uploads = steps(requests, kind=kind, prefix_cache=True, graphs=True)
+    assert len(uploads) == len(captured)
+    assert {(form.decodes, form.tail) for form in captured} >= {
+        (False, Tail.GREEDY), (False, Tail.LOGITS), (True, Tail.GREEDY), (True, Tail.RANDOM), (True, Tail.LOGITS),
+    }  # fmt: skip
+
+
+def test_a_resident_step_sends_one_buffer_and_where_nothing_is_new_none(steps, captured):
+    """Blocks are of four tokens, so that each fourth position is the first of a new one."""
+    uploads = steps([asked("a", 8, max_tokens=17), asked("b", 8, temperature=0.7, max_tokens=17)], graphs=True)
+    # The first step's places are told in the second one; a count of none is sent after each one with differences.
+    assert uploads == [1, *[1, 1, 0, 0] * 4]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])

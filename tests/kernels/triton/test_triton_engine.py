@@ -1,9 +1,11 @@
 """A whole engine on the Triton kernels, through the interpreter: the tokens that plain torch gives."""
 
 import pytest
+from msgspec.structs import replace
 
-from engine import Engine, EngineConfig
+from engine import Engine, EngineConfig, SamplingParams
 from kernels.triton.backend import TritonBackend
+from kernels.triton.state import TritonResident
 from tests.engine.driving import poison, request, run
 from tests.engine.models import save
 
@@ -25,3 +27,21 @@ def test_an_engine_on_triton_kernels_gives_the_tokens_of_torch(tmp_path, monkeyp
         name: reply.tokens for name, reply in expected.items()
     }
     assert {variant[0] for variant in backend._announced} >= {"decode_splits", "prefill", "rms_norm", "gate"}
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("qwen3", {}), ("gemma2", {"sliding_window": 5})])
+def test_steps_that_triton_prepares_give_the_tokens_of_torch(tmp_path, monkeypatch, kind, changes):
+    """State, steps, attention of batches that only the device knows, and the lottery; two steps in flight."""
+    save(tmp_path, kind, head_dim=16, num_hidden_layers=1, **changes)
+    config = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", kernels="torch", block_size=4,
+                          kv_blocks=40, max_sequences=3, max_step_tokens=8, threads=1, overlap=True)  # fmt: skip
+    drawn = SamplingParams(max_tokens=5, temperature=0.9, top_k=30, top_p=0.9, min_p=0.01, seed=4, ignore_eos=True)
+    penalised = SamplingParams(max_tokens=3, temperature=0.7, repetition_penalty=1.3, ignore_eos=True)
+    requests = [request("a", range(3, 16), drawn), request("b", [9], penalised), request("c", range(30, 37))]
+    expected = run(Engine(config), requests)
+    backend = TritonBackend(deterministic=True)
+    monkeypatch.setattr("engine.runner.select", lambda **asked: backend)
+    engine = Engine(replace(config, graphs=True))
+    poison(engine)
+    assert isinstance(engine.runner.stepper._kept.resident, TritonResident)
+    assert run(engine, requests) == expected
