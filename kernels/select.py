@@ -48,7 +48,7 @@ def select(
     from kernels.cpu.library import Missing, load
     from kernels.cpu.threads import physical_cores
 
-    library = load(on_compile)
+    library = load(on_compile, dtype=str(dtype).removeprefix("torch."))
     if isinstance(library, Missing):
         return _plain(kernels, deterministic, library.reason)
     threads = threads or physical_cores()

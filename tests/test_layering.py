@@ -24,11 +24,12 @@ THIRD_PARTY_AT_IMPORT = {
     "engine": {"torch", "safetensors", "msgspec", "gguf", "numpy"},  # gguf and numpy: only where a GGUF file is read
 }
 TORCH_FREE = (
-    "config", "errors", "request", "wire", "sequence", "blocks", "plan", "counters", "timing", "scheduler", "validate",
-    "settings", "rehearsal", "families", "ropeconfig", "modelconfig", "gguf_head", "checkpoint",
+    "config", "early", "errors", "request", "wire", "sequence", "blocks", "plan", "counters", "timing", "scheduler",
+    "validate", "settings", "rehearsal", "families", "ropeconfig", "modelconfig", "gguf_head", "checkpoint",
 )  # fmt: skip
 SEEN_BY_WORKER = {
-    "engine.checkpoint", "engine.config", "engine.errors", "engine.gguf_head", "engine.request", "engine.wire",
+    "engine.checkpoint", "engine.config", "engine.early", "engine.errors", "engine.gguf_head", "engine.request",
+    "engine.wire",
 }  # fmt: skip
 NEVER = {"engine": {"redis", "asyncio"}, "kernels": {"redis", "asyncio"}, "worker": {"torch"}, "gllm": {"torch"}}
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 import time
@@ -149,10 +150,10 @@ class Bridge:
         return [request_id for request_id in self._launched if request_id in self._active]
 
     def kill(self) -> None:
-        """End the process at once; `deltas` then raises EngineDied, unless the process waits in a device driver."""
+        """End the process at once, with its compilers; `deltas` then raises EngineDied, unless it waits in a driver."""
         if self._process is not None:
             with suppress(ProcessLookupError):
-                self._process.kill()
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
         """Stop the process, if there is one; kill it if it is still loading or does not end by itself."""
@@ -190,6 +191,7 @@ class Bridge:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,  # compilers that it starts are of its group, and end with it
                 env=ENVIRONMENT | os.environ | {"PYTHONPATH": path},
             )
         self._tasks.append(asyncio.create_task(self._relay_output(process)))

@@ -51,12 +51,15 @@ def worker_command(print_config: bool, **flags: Any) -> None:
         click.echo("\n".join(result.lines()))
         return
     need_extra("gllm worker", "worker")
+    from engine import early
     from worker import logs
 
-    logs.configure(result.settings.log_format, result.settings.log_level)
+    settings = result.settings
+    early.begin(settings.device, settings.dtype, settings.kernels)
+    logs.configure(settings.log_format, settings.log_level)
     from worker.service import run  # after the logs: what these imports warn of is to be JSON as well
 
-    sys.exit(run(result.settings))
+    sys.exit(run(settings))
 
 
 @main.command("demo", short_help="Eight chats at once on a small real model.")

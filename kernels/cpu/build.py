@@ -15,6 +15,7 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
+from kernels.cpu.cache import SCRATCH
 from kernels.cpu.levels import Level
 from kernels.cpu.threads import physical_cores
 
@@ -29,12 +30,14 @@ FLAGS = (
     "-O3",
     "-fPIC",
     "-shared",
+    "-pipe",  # no file of a compiler that was ended stays in the folder for temporary ones
     "-pthread",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-Wall",
     "-Wextra",
 )
+DTYPES = ("bfloat16", "float32")
 COMPILE_SECONDS = 300  # a compiler that takes longer hangs
 
 
@@ -52,8 +55,18 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def file_name(level: Level) -> str:
-    return f"gllm-cpu-{level.name}-{source_digest()}.so"
+def build_name(level: Level, dtype: str | None = None) -> str:
+    """What a library says that it is. `dtype`: the one that it multiplies and attends in; None: each of DTYPES."""
+    return "-".join(filter(None, [level.name, dtype, source_digest()]))
+
+
+def file_name(level: Level, dtype: str | None = None) -> str:
+    return f"gllm-cpu-{build_name(level, dtype)}.so"
+
+
+def file_names(level: Level, dtype: str | None) -> list[str]:
+    """Of the libraries that serve a dtype, in the order to look."""
+    return [file_name(level), *([] if dtype is None else [file_name(level, dtype)])]
 
 
 def compiler() -> str:
@@ -64,17 +77,18 @@ def compiler() -> str:
     raise BuildError("no C++ compiler: none of $CXX, c++, g++ and clang++ is installed")
 
 
-def compile_level(level: Level, folder: Path, extra: tuple[str, ...] = ()) -> Path:
+def compile_level(level: Level, folder: Path, extra: tuple[str, ...] = (), dtype: str | None = None) -> Path:
     """Build a level into `folder`, unless it is there, and return the file. Raises BuildError.
 
-    Of several processes that ask at once, one builds and the others wait for it.
+    `dtype`: the only one that is needed, which takes half the time. Of several processes that ask at once, one builds
+    and the others wait for it.
     """
-    target = folder / file_name(level)
+    target = folder / file_name(level, dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(folder / f".{target.name}.lock"):
             if not target.exists():
-                _build(level, target, extra)
+                _build(level, dtype, target, extra)
     except OSError as error:
         raise BuildError(f"{folder}: cannot be written: {error}") from None
     return target
@@ -88,21 +102,36 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _build(level: Level, target: Path, extra: tuple[str, ...]) -> None:
+def _build(level: Level, dtype: str | None, target: Path, extra: tuple[str, ...]) -> None:
     """Compile the sources side by side, link them, and put the result in place at once: no reader sees half of it."""
     with (
-        tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch,
+        tempfile.TemporaryDirectory(prefix=SCRATCH, dir=target.parent) as scratch,
         ThreadPoolExecutor(physical_cores()) as pool,  # the longest come first: more at once would hold them up
     ):
-        name = f'-DGLLM_BUILD="{level.name}-{source_digest()}"'
+        macros = [f'-DGLLM_BUILD="{build_name(level, dtype)}"', *([f"-DGLLM_ONLY_{dtype.upper()}"] if dtype else [])]
         command = [compiler(), *FLAGS, *level.flags, *extra]
-        sources = sorted(SOURCES.glob("*.cpp"))
+        sources = _sources(dtype, Path(scratch))
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
         pairs = zip(sources, objects, strict=True)
-        list(pool.map(lambda pair: _run([*command, name, "-c", str(pair[0]), "-o", pair[1]]), pairs))
+        list(pool.map(lambda pair: _run([*command, *macros, "-c", str(pair[0]), "-o", pair[1]]), pairs))
         built = Path(scratch) / target.name
         _run([*command, "-shared", *objects, "-o", str(built)])
         os.replace(built, target)
+
+
+def _sources(dtype: str | None, scratch: Path) -> list[Path]:
+    """What to compile: each file that is for a dtype which is asked for, by its name's end, and all others as one.
+
+    Of these the compiler would spend more than a third of its time on headers, once for each.
+    """
+    sources = sorted(SOURCES.glob("*.cpp"))
+    wanted = [
+        path for path in sources if path.stem.endswith(tuple(f"_{one}" for one in DTYPES if dtype in (None, one)))
+    ]
+    common = [path for path in sources if not path.stem.endswith(tuple(f"_{one}" for one in DTYPES))]
+    together = scratch / "together.cpp"
+    together.write_text("".join(f'#include "{path}"\n' for path in common))
+    return [*wanted, together]
 
 
 def _run(command: list[str]) -> None:

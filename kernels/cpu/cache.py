@@ -1,13 +1,17 @@
 """Where compiled kernels are kept: beside the package when an image brings them, else in the user's cache folder."""
 
 import os
+import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+ABANDONED_SECONDS = 3600.0  # no compiler takes as long: what is older was left by a process that was killed
 KEPT = 6  # files in the user's folder: some levels of some versions
+SCRATCH = ".build-"  # how the names of folders begin that a build works in
 BUILT = Path(__file__).with_name("built")  # filled by `python -m kernels.cpu.compile` when an image is built
 
 
@@ -26,12 +30,18 @@ def scratch() -> Path:
 
 
 def remove_old(folder: Path) -> None:
-    """Leave the newest files of the user's folder. Who has one of the others loaded keeps what it has."""
+    """Leave the newest files of the user's folder. Who has one of the others loaded keeps what it has.
+
+    What a build that was killed has left goes, too.
+    """
     files = sorted(folder.glob("gllm-cpu-*.so"), key=_age)
     for path in files[KEPT:]:
         for old in (path, folder / f".{path.name}.lock"):
             with suppress(OSError):
                 old.unlink()
+    for path in folder.glob(f"{SCRATCH}*"):
+        if time.time() + _age(path) > ABANDONED_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _age(path: Path) -> float:

@@ -7,10 +7,11 @@ import ctypes
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 from kernels.cpu import cache
-from kernels.cpu.build import BuildError, compile_level, file_name, source_digest
+from kernels.cpu.build import BuildError, build_name, compile_level, file_name
 from kernels.cpu.levels import Level, usable
 
 P, I64, I32, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -32,19 +33,22 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "gllm_layers": (P, P, I64),
 }
 _lock = threading.Lock()
-_loaded: "dict[str, Library | Missing]" = {}
+_loaded: "dict[tuple[str, str | None], Library | Missing]" = {}
 
 
 class Library:
-    """One loaded level. `functions` are the sources' `gllm_...`, by name without that prefix."""
+    """One loaded level. `functions` are the sources' `gllm_...`, by name without that prefix.
 
-    def __init__(self, level: Level, path: Path) -> None:
+    `dtype`: the only one that it multiplies and attends in; None: all that there are kernels for. It changes no bit.
+    """
+
+    def __init__(self, level: Level, path: Path, dtype: str | None = None) -> None:
         handle = ctypes.CDLL(str(path))
         handle.gllm_build.restype = ctypes.c_char_p
-        build, expected = handle.gllm_build().decode(), f"{level.name}-{source_digest()}"
+        build, expected = handle.gllm_build().decode(), build_name(level, dtype)
         if build != expected:
             raise OSError(f"{path}: build {expected} expected, it is {build}")
-        self.level, self.path, self.numerics = level, path, build
+        self.level, self.path, self.dtype, self.numerics = level, path, dtype, build_name(level)
         for name, arguments in SIGNATURES.items():
             function = getattr(handle, name)
             function.argtypes, function.restype = arguments, None
@@ -61,51 +65,55 @@ class Missing:
         self.reason = reason
 
 
-def load(on_compile: Callable[[str], None] = lambda what: None, level: str | None = None) -> Library | Missing:
+def load(
+    on_compile: Callable[[str], None] = lambda what: None, level: str | None = None, dtype: str | None = None
+) -> Library | Missing:
     """The best level that this processor runs, compiled now if no file holds it; once per process.
 
-    `on_compile` is told before a compiler starts. `level` asks for one by name: for tests.
+    `on_compile` is told before a compiler starts, or is waited for. `dtype`: the only one that is needed; None: all.
+    `level` asks for one by name: for tests.
     """
     chosen = [found for found in usable() if level in (None, found.name)]
     if not chosen:
         return Missing(f"this processor cannot run the level {level}")
     with _lock:
-        key = chosen[0].name
+        key = chosen[0].name, dtype
         if key not in _loaded:
-            _loaded[key] = _find(chosen, on_compile)
+            _loaded[key] = _find(chosen, dtype, on_compile)
         return _loaded[key]
 
 
-def _find(levels: list[Level], on_compile: Callable[[str], None]) -> Library | Missing:
+def _find(levels: list[Level], dtype: str | None, on_compile: Callable[[str], None]) -> Library | Missing:
     """The best level of all unless only a lower one was built ahead and there is no compiler."""
     try:
-        return _open(levels[0]) or _compile(levels[0], on_compile)
+        return _open(levels[0], dtype) or _compile(levels[0], dtype, on_compile)
     except (BuildError, OSError) as error:
         for level in levels[1:]:
-            if (library := _open(level)) is not None:
+            if (library := _open(level, dtype)) is not None:
                 return library
         return Missing(str(error))
 
 
-def _open(level: Level) -> Library | None:
+def _open(level: Level, dtype: str | None) -> Library | None:
     """The level from a file. One that cannot be loaded, say because it was cut short, is removed."""
-    for folder in cache.folders():
-        path = folder / file_name(level)
+    for folder, served in product(cache.folders(), dict.fromkeys((None, dtype))):
+        path = folder / file_name(level, served)
         if not path.exists():
             continue
         try:
-            return Library(level, path)
+            return Library(level, path, served)
         except (OSError, AttributeError):
             with suppress(OSError):
                 path.unlink()
     return None
 
 
-def _compile(level: Level, on_compile: Callable[[str], None]) -> Library:
+def _compile(level: Level, dtype: str | None, on_compile: Callable[[str], None]) -> Library:
     on_compile(f"the CPU kernels for {level.name}")
     folder = [*cache.folders()][-1]
     try:
-        library = Library(level, compile_level(level, folder if folder != cache.BUILT else cache.scratch()))
+        folder = folder if folder != cache.BUILT else cache.scratch()
+        library = Library(level, compile_level(level, folder, dtype=dtype), dtype)
     except AttributeError as error:
         raise OSError(str(error)) from None
     cache.remove_old(library.path.parent)

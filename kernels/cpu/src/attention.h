@@ -20,6 +20,7 @@ struct Attention {
   float softcap;  // 0: none
 };
 
+void attend_bfloat16(const Attention& call);
 void attend_float32(const Attention& call);
 
 }  // namespace gllm

@@ -1,4 +1,4 @@
-// Attention of one task: some queries of a sequence, some heads, some tiles of keys. See attention.cpp.
+// Attention of one task: some queries of a sequence, some heads, some tiles of keys. See attention_tasks.h.
 #pragma once
 #include <atomic>
 #include <cstdlib>

@@ -1,4 +1,5 @@
 // Products with weights that are packed once, in every number format; packing, and reading rows back.
+#include "dtypes.h"
 #include "product.h"
 #include "quantized.h"
 
@@ -46,7 +47,11 @@ void of_format(int32_t format, Work&& work) {
     if (format / 2 == 1) work.template operator()<Quantized<Element, 8>, Element>();
     if (format / 2 == 2) work.template operator()<Quantized<Element, 4>, Element>();
   };
-  format % 2 ? kinds(bf16{}) : kinds(float{});
+  if constexpr (BFLOAT16)
+    if (format % 2) return kinds(bf16{});
+  if constexpr (FLOAT32)
+    if (format % 2 == 0) return kinds(float{});
+  abort();
 }
 
 }  // namespace gllm

@@ -40,7 +40,7 @@ def test_the_kernels_are_taken_on_a_cpu(cpu, kernels, dtype):
 )
 def test_without_kernels_torch_serves_and_says_why_unless_they_were_asked_for(monkeypatch, dtype, missing, reason):
     if missing:
-        monkeypatch.setattr(library, "load", lambda on_compile: NONE)
+        monkeypatch.setattr(library, "load", lambda on_compile, dtype: NONE)
     chosen = select(kernels="auto", deterministic=True, device=CPU, dtype=dtype)
     assert (type(chosen), chosen.name) == (TorchBackend, f"torch (no C++ kernels: {reason})")
     with pytest.raises(KernelsMissingError, match=re.escape(reason)):
@@ -52,7 +52,7 @@ def test_weights_in_few_bits_need_the_kernels(cpu, monkeypatch):
     assert chosen.name == f"cpu-{LEVELS[0]}-int4"
     with pytest.raises(KernelsMissingError, match="quantize: 'int8' needs the C"):
         select(kernels="torch", quantize="int8", deterministic=True, device=CPU)
-    monkeypatch.setattr(library, "load", lambda on_compile: NONE)
+    monkeypatch.setattr(library, "load", lambda on_compile, dtype: NONE)
     with pytest.raises(KernelsMissingError, match=re.escape(NONE.reason)):
         select(kernels="auto", quantize="int8", deterministic=True, device=CPU)
 
