@@ -70,11 +70,12 @@ def capture(work: Work, pool: Any) -> Callable[[], object]:
 class Graphs(Generic[W]):
     """The works of all forms. The first time, a form's work is done as it is, and then captured for the next time.
 
-    Memory is reserved for GRAPHS of them: further forms are not captured.
+    Memory is reserved for GRAPHS of them: further forms are not captured. Where `replays` is set to False, works are
+    done as they are, kernel by kernel: a seam for measurements.
     """
 
     def __init__(self, make: Callable[[Form], W], device: torch.device, on_compile: Callable[[str], None]) -> None:
-        self._make, self._on_compile = make, on_compile
+        self._make, self._on_compile, self.replays = make, on_compile, True
         self._captures = device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         self._works, self._replays = dict[Form, W](), dict[Form, Callable[[], object]]()
@@ -83,6 +84,10 @@ class Graphs(Generic[W]):
         """The memory that the works were made for is gone."""
         self._works.clear()
         self._replays.clear()
+
+    @property
+    def captured(self) -> int:
+        return len(self._replays)
 
     def find(self, form: Form) -> W:
         """A form's work, where its results lie; made when it is first asked for."""
@@ -93,10 +98,10 @@ class Graphs(Generic[W]):
     def run(self, form: Form) -> None:
         """Do a form's work."""
         replay = self._replays.get(form)
-        if replay is not None:
+        if replay is not None and self.replays:
             replay()
             return
-        captures = self._captures and len(self._replays) < GRAPHS
+        captures = self._captures and self.replays and len(self._replays) < GRAPHS
         if captures:
             self._on_compile(f"CUDA graph of {form}")
         work = self.find(form)

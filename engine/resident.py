@@ -63,7 +63,7 @@ class ResidentStepper:
         sent = torch.zeros(words, dtype=torch.int32, device=device)
         logits = torch.empty((rows, vocab_size), dtype=torch.float32, device=device)
         self._kept = Kept(parts, resident, state, resident.lottery(rows, vocab_size, device), sent, logits)
-        self._graphs = Graphs(lambda form: StepWork(self._kept, form, self._room(form)), device, on_compile)
+        self.graphs = Graphs(lambda form: StepWork(self._kept, form, self._room(form)), device, on_compile)
         self._differences = Differences(state, vocab_size)
         self._places, self._entries = grid(PLACES, rows), grid(ENTRIES, rows)
         self._tokens = grid(TOKENS, min(most_tokens, TOKENS[-1]))
@@ -76,7 +76,7 @@ class ResidentStepper:
     def open_pool(self, cache: list[Tensor], padding_block: int) -> None:
         self._kept.cache = cache
         self._kept.state.clear(padding_block)
-        self._graphs.forget()
+        self.graphs.forget()
         self._differences.clear()
         self._opened.clear()
         self._short.clear()
@@ -149,9 +149,9 @@ class ResidentStepper:
             self._send(plan, form, work.records_at, lane)
             work()
             return work
-        work = self._graphs.find(form)
+        work = self.graphs.find(form)
         self._send(plan, form, work.records_at, lane)
-        self._graphs.run(form)
+        self.graphs.run(form)
         return work
 
     def _form(self, entries: list[Entry]) -> Form:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.gpu import exact
+from benchmarks.gpu import exact, host_time
 from benchmarks.gpu.cases import DRY_SHAPES, Maker, worst_row
 from benchmarks.gpu.correctness import check
 from benchmarks.gpu.end_to_end import workload
@@ -42,10 +42,18 @@ def test_gpu_session_runs_dry_with_every_stage(tmp_path: Path) -> None:
     assert lines["tiny: mixed, windowed"]["ok"]
     assert lines["tiny: the same bits, attention"]["ok"]
     assert lines["tiny: step, batch 2"]["value"] > 0
-    assert lines["tiny: step without graphs"]["said"].startswith("not built")
+    assert lines["engine: replayed graphs"]["ok"]
+    assert lines["engine: tokens by graphs"]["ok"]
+    assert lines["tiny: step without graphs, batch 1"]["value"] > 0
     assert lines["transformers, sdpa, 3 requests of 4 tokens"]["value"] > 0
     assert done.stdout.strip().endswith("0 failures")
     assert (tmp_path / "table.txt").read_text().strip() in done.stdout
+
+
+def test_gpu_host_time_is_of_steps_that_compute_nothing() -> None:
+    cost = host_time.measure(2)
+    assert 0 < cost.greedy < 5
+    assert 0 < min(cost.sampled, cost.blocks)
 
 
 def test_gpu_session_has_at_most_eight_minutes() -> None:

@@ -20,6 +20,7 @@ REPLIES = dict[str, list[int]]
 
 def check(machine: Machine) -> Iterator[Line]:
     yield from machine.attempt("engine: tokens and logits as on a CPU", lambda: compare(machine))
+    yield from machine.attempt("engine: graphs", lambda: compare_graphs(machine))
     yield from machine.attempt("engine: launches without waiting", lambda: watch(machine))
 
 
@@ -61,7 +62,7 @@ def run(engine: Engine) -> tuple[REPLIES, dict[tuple[str, int], Tensor]]:
 def compare(machine: Machine) -> list[Line]:
     """Over the tokens that both sides have: after two logits that are nearly equal they may part."""
     expected, right = run(engine_on("cpu", kernels="torch"))
-    found, there = run(engine_on(machine.device.type))
+    found, there = run(engine_on(machine.device.type, graphs=False))
     same = sum(one == other for name in expected for one, other in zip(expected[name], found[name], strict=True))
     total = sum(map(len, expected.values()))
     agreeing = {name: _agreeing(expected[name], found[name]) for name in expected}
@@ -77,6 +78,47 @@ def compare(machine: Machine) -> list[Line]:
         Line(name="engine: logits as on a CPU", value=max(errors), unit="error", ok=max(errors) <= LARGEST_ERROR,
              said=f"the largest of {len(errors)} rows; {LARGEST_ERROR:g} allowed"),
     ]  # fmt: skip
+
+
+def mixed_requests() -> list[Request]:
+    """Greedy, drawn and filtered, and with log-probabilities, which come from the logits of a graph."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+        {"temperature": 0.0, "logprobs": 3}, {"temperature": 0.7, "repetition_penalty": 1.2, "logprobs": 2, "seed": 5},
+    ]  # fmt: skip
+    vocab = SHAPES[SHAPE]["vocab_size"]
+    prompts = [random_prompts(1, 5 + 9 * number, vocab, seed=number)[0] for number in range(len(kinds))]
+    sampled = [SamplingParams(max_tokens=NEW - number, ignore_eos=True, **kind) for number, kind in enumerate(kinds)]
+    return [Request(id=f"{n}", tokens=prompt, sampling=sampled[n]) for n, prompt in enumerate(prompts)]
+
+
+def compare_graphs(machine: Machine) -> list[Line]:
+    """Twice the same requests: the first time forms are computed and captured, then replayed; and without graphs."""
+    settings: dict[str, Any] = {"graphs": True} | ({"kernels": "torch"} if machine.dry else {})
+    engine = engine_on(machine.device.type, **settings)
+    first, again = _serve(engine), _serve(engine)
+    without = _serve(engine_on(machine.device.type, **settings | {"graphs": False}))
+    error = max(abs(one - other) for one, other in zip(first[1], again[1], strict=True))
+    same = sum(one == other for name in first[0] for one, other in zip(first[0][name], without[0][name], strict=True))
+    total = sum(map(len, first[0].values()))
+    return [
+        Line(name="engine: replayed graphs", value=error, unit="error", ok=first == again,
+             said="of log-probabilities, beside those of the steps that were captured; tokens and these must be equal"),
+        Line(name="engine: tokens by graphs", ok=same == total, said=f"{same} of {total} are those without graphs"),
+    ]  # fmt: skip
+
+
+def _serve(engine: Engine) -> tuple[REPLIES, list[float]]:
+    """Replies, and the log-probabilities of their tokens, in order of the requests."""
+    replies, logprobs = REPLIES(), dict[str, list[float]]()
+    for request in mixed_requests():
+        engine.add(request)
+    while engine.busy:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            replies.setdefault(delta.id, []).extend(delta.tokens)
+            logprobs.setdefault(delta.id, []).extend(own for _, own, _ in delta.logprobs or ())
+    return replies, [own for name in sorted(logprobs) for own in logprobs[name]]
 
 
 def _agreeing(one: list[int], other: list[int]) -> int:

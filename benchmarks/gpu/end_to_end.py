@@ -14,7 +14,10 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.report import Line, not_built
 from benchmarks.ours import Prompt, random_prompts
 from benchmarks.random_model import SHAPES, make_engine
-from engine import Engine, EngineConfig, Request, SamplingParams
+from engine import Engine, Request, SamplingParams
+from engine.graphs import Graphs
+from engine.resident import ResidentStepper
+from engine.work import StepWork
 
 
 class Sizes(Struct, frozen=True, kw_only=True):
@@ -76,7 +79,8 @@ class Bench:
 
     def _make(self) -> Engine:
         most = max(*self._sizes.batches, self._sizes.requests)
-        small: dict[str, Any] = {"kv_blocks": 400, "threads": 1} if self._machine.dry else {}
+        small: dict[str, Any] = {"kv_blocks": 400, "threads": 1, "kernels": "torch", "graphs": True}
+        small = small if self._machine.dry else {}
         return make_engine(
             self._shape, device=self._machine.device.type, dtype=str(self._machine.dtype).removeprefix("torch."),
             max_sequences=most, max_step_tokens=None, prefix_cache=True, overlap=True, **small,
@@ -91,9 +95,10 @@ class Bench:
         for length in self._sizes.prefills:
             yield from attempt(f"{name}: prefill {length}", partial(self.prefill, length), 3)
         yield from attempt(f"{name}: shared prefix", self.shared_prefix, 5)
+        yield from attempt(f"{name}: forms of steps", self.forms, 20)
         yield from attempt(f"{name}: workload", self.workload, 15)
         yield from attempt(f"{name}: without overlap", self.without_overlap, 10)
-        yield self.graphs()
+        yield from attempt(f"{name}: without graphs", self.without_graphs, 10)
 
     def prompts(self, lengths: Sequence[int]) -> list[Prompt]:
         self._seed += 1
@@ -148,19 +153,43 @@ class Bench:
             lines.append(Line(name=name, value=done.seconds * 1e3, unit="ms", said=first))
         return lines
 
-    def without_overlap(self) -> list[Line]:
-        self.engine._depth = 1  # pyright: ignore[reportPrivateUsage]  (as `overlap` decides it; a new engine takes long)
-        lines = list[Line]()
-        for batch in self._sizes.batches[::2]:
-            took = statistics.median(self.decode_steps(self.engine, batch)) * 1e3
-            lines.append(Line(name=f"{self._shape}: step without overlap, batch {batch}", value=took, unit="ms"))
-        return lines
+    def forms(self) -> list[Line]:
+        """A small workload, so that the forms of steps that the real one has are captured before it is timed."""
+        graphs, began = self._graphs(), time.perf_counter()
+        if graphs is None:
+            return [not_built(f"{self._shape}: graphs", f"none with the kernels {self.engine.info.kernels}")]
+        prompts, news = workload(self._sizes.requests, max(8, self._sizes.longest // 8))
+        run(self.engine, [[token % 400 for token in prompt] for prompt in prompts], news, temperature=0.6)
+        said = f"captured so far; a small workload, with its captures: {time.perf_counter() - began:.1f} s"
+        return [Line(name=f"{self._shape}: graphs", value=graphs.captured, unit="graphs", said=said)]
 
-    def graphs(self) -> Line:
-        name = f"{self._shape}: step without graphs"
-        if "graphs" not in EngineConfig.__struct_fields__:
-            return not_built(name, "the engine captures no graphs: all steps above are launched kernel by kernel")
-        return not_built(name, "the engine has graphs, but this script does not turn them off yet")
+    def _graphs(self) -> Graphs[StepWork] | None:
+        stepper = self.engine.runner.stepper
+        return stepper.graphs if isinstance(stepper, ResidentStepper) else None
+
+    def without_overlap(self) -> list[Line]:
+        return self._steps("without overlap", depth=1)
+
+    def without_graphs(self) -> list[Line]:
+        """The same works, launched kernel by kernel."""
+        graphs = self._graphs()
+        if graphs is None:
+            return [not_built(f"{self._shape}: step without graphs", "all steps above are launched kernel by kernel")]
+        graphs.replays = False
+        try:
+            return [*self._steps("without graphs", depth=2), *self._steps("without graphs and overlap", depth=1)]
+        finally:
+            graphs.replays = True
+
+    def _steps(self, how: str, depth: int) -> list[Line]:
+        engine, lines = self.engine, list[Line]()
+        before = engine._depth  # pyright: ignore[reportPrivateUsage]  (as `overlap` decides it)
+        engine._depth = depth  # pyright: ignore[reportPrivateUsage]  (a new engine takes long)
+        for batch in self._sizes.batches[::2]:
+            took = statistics.median(self.decode_steps(engine, batch)) * 1e3
+            lines.append(Line(name=f"{self._shape}: step {how}, batch {batch}", value=took, unit="ms"))
+        engine._depth = before  # pyright: ignore[reportPrivateUsage]
+        return lines
 
 
 def workload(requests: int, longest: int) -> tuple[list[Prompt], list[int]]:

@@ -199,7 +199,7 @@ class Captures:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
         self.log: list[str] = []
         self.replays = 0
-        graphs = engine.runner.stepper._graphs
+        graphs = engine.runner.stepper.graphs
         graphs._captures, graphs._on_compile = True, self.log.append
         monkeypatch.setattr("engine.graphs.capture", self.capture)
 
@@ -223,6 +223,10 @@ def test_each_form_is_captured_once_after_it_was_computed_and_then_replayed(make
     assert run(engine, mixed_batch()) == truth
     assert len(captures.log) == forms, "the same steps are of the same forms"
     assert captures.replays >= steps - 5, "but for those that score their prompts"
+    assert engine.runner.stepper.graphs.captured == forms
+    engine.runner.stepper.graphs.replays, before = False, captures.replays
+    assert run(engine, mixed_batch()) == truth
+    assert captures.replays == before
 
 
 def test_no_more_graphs_are_captured_than_memory_is_reserved_for(make, monkeypatch):
