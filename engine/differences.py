@@ -23,7 +23,10 @@ class Differences:
         self.forget()
 
     def forget(self) -> None:
-        """What the device has is not known any more: all places are told again, and what was gathered is dropped."""
+        """What the device has is not known any more: what was gathered is dropped, and all places are told again.
+
+        Tables of rows that go on the scheduler tells again; nobody else's matter.
+        """
         del self._records[:]
         self._places = [-1] * (self._nobody + 1)
 

@@ -89,7 +89,6 @@ class ResidentStepper:
             return self._launch(plan)
         except BaseException:
             self._differences.forget()  # the device may not have taken them
-            self._counted = True
             raise
 
     def collect(self, handle: Handle) -> Sampled:

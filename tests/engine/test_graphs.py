@@ -21,7 +21,7 @@ from engine.plan import Plan
 from engine.work import StepWork
 from kernels import ResidentBatch, TorchBackend
 from kernels.plain_resident import PlainResident
-from tests.engine.breaking import nan_embedding
+from tests.engine.breaking import failing_forward, nan_embedding
 from tests.engine.driving import Reply, poison, record_logits, request, run, settle
 
 Logits = dict[tuple[str, int], Tensor]
@@ -275,32 +275,57 @@ def test_results_overwritten_before_they_are_read_are_an_error(make):
     assert "overwritten" in (replies["x"].error or "")
 
 
-@pytest.mark.parametrize("where", ["before the device knows", "in the forward"])
-def test_who_was_held_goes_on_after_a_failed_launch(make, monkeypatch, where):
-    """Its row is told to the device again, where what it knows is not known."""
-    truth = run(make(), [request("x", PROMPT, sampling(20)), request("y", PROMPT[2:], sampling(20))])
-    engine = make(overlap=True)
-    stepper, model = engine.runner.stepper, engine.runner.model
-    owner, name = (stepper, "_send") if where == "before the device knows" else (model, "forward")
-    working = getattr(owner, name)
+def test_places_that_the_device_was_not_told_are_told_again(make, monkeypatch):
+    """x, in row 0, fails before the device knows that it decodes; z takes its row, and y, in row 1, goes on."""
+    jobs = {name: request(name, PROMPT[n:], sampling(20)) for n, name in enumerate("xyz")}
+    truth = {name: run(make(), [job])[name].tokens for name, job in jobs.items()}
+    engine = make(overlap=True, max_sequences=2)
 
     def broken(*_: object) -> None:
-        setattr(owner, name, working)
+        monkeypatch.undo()
         raise RuntimeError("injected")
+
+    def interfere(step: int) -> None:
+        if step in (3, 6):
+            engine.hold("x" if step == 3 else "y")
+        if step == 8:
+            monkeypatch.setattr("engine.resident.send", broken)
+            engine.unhold("x")
+            engine.add(jobs["z"])
+            engine.hold("z")
+        if step == 10:
+            engine.unhold("z")
+            engine.unhold("y")
+
+    replies: dict[str, Reply] = {}
+    for name in "xy":
+        engine.add(jobs[name])
+    for step in range(100):
+        for delta in engine.step():
+            replies.setdefault(delta.id, Reply()).take(delta)
+        interfere(step)
+    settle(engine)
+    assert replies["x"].error == "the step failed: injected"
+    assert {name: replies[name].tokens for name in "yz"} == {name: truth[name] for name in "yz"}
+
+
+def test_who_was_held_goes_on_after_a_failed_forward(make):
+    truth = run(make(), [request("x", PROMPT, sampling(20)), request("y", PROMPT[2:], sampling(20))])
+    engine = make(overlap=True)
 
     def interfere(step: int, _: object) -> None:
         if step == 3:
             engine.hold("x")
         if step == 6:
-            setattr(owner, name, broken)
             engine.add(request("more", PROMPT[:5], sampling(3)))
         if step == 9:
             engine.unhold("x")
 
     requests = [request("x", PROMPT, sampling(20)), request("y", PROMPT[2:], sampling(20))]
-    replies = run(engine, requests, between=interfere)
+    with failing_forward(engine, 8):
+        replies = run(engine, requests, between=interfere)
     assert replies["x"].tokens == truth["x"].tokens
-    assert {replies[name].error for name in ("y", "more")} == {"the step failed: injected"}
+    assert {replies[name].error for name in ("y", "more")} == {"the step failed: injected into the forward"}
     assert run(engine, [request("y", PROMPT[2:], sampling(20))])["y"].tokens == truth["y"].tokens
 
 
