@@ -10,7 +10,9 @@
 
 namespace gllm {
 
-constexpr int64_t PIECE_BYTES = 32768;  // weights of a piece: two thirds of a first-level cache
+constexpr int64_t PIECE_BYTES = 16384;     // weights of a piece: with the rows' part of it, within a first-level cache
+constexpr int64_t FEW_PIECE_BYTES = 8192;  // of few blocks: the next piece must not come too early to stay there
+constexpr int64_t FEW_BLOCKS = 4;
 constexpr int64_t TILE_ROWS = 126;      // their sums are 16 KiB
 constexpr int64_t AHEAD_BYTES = 8192;   // how far ahead memory is asked for when there is one block of rows
 
@@ -49,7 +51,6 @@ struct Product : Operands<T> {
   using Base::y, Base::y_stride;
 
   static constexpr int64_t ROWS = Format::ROWS, TILE_BLOCKS = TILE_ROWS / ROWS;
-  static constexpr int64_t PIECE_STEPS = PIECE_BYTES / Format::WEIGHT_BYTES;
 
   explicit Product(const Base& operands) : Base(operands) {}
 
@@ -81,7 +82,7 @@ struct Product : Operands<T> {
   void compute(int64_t panel, int64_t first_block) {
     alignas(64) float sums[TILE_BLOCKS * ROWS * COLUMNS];
     const int64_t end = first_block + TILE_BLOCKS < blocks ? first_block + TILE_BLOCKS : blocks;
-    const int64_t count = end - first_block, most = count == 1 ? steps : PIECE_STEPS;
+    const int64_t count = end - first_block, most = count == 1 ? steps : piece_steps(count);
     for (int64_t step = 0; step < steps; step += most) {
       const char* w = weight + (panel * steps + step) * Format::WEIGHT_BYTES;
       Piece piece{w, nullptr, height, step + most < steps ? most : steps - step, nullptr, Format::WEIGHT_BYTES / count};
@@ -93,6 +94,10 @@ struct Product : Operands<T> {
       }
     }
     finish(panel * COLUMNS, first_block * height, (end == blocks ? rows : end * height) - first_block * height, sums);
+  }
+
+  static int64_t piece_steps(int64_t blocks) {
+    return (blocks <= FEW_BLOCKS ? FEW_PIECE_BYTES : PIECE_BYTES) / Format::WEIGHT_BYTES;
   }
 
   void finish(int64_t column, int64_t first_row, int64_t count, const float* sums) {
