@@ -136,28 +136,6 @@ class Ahead {
   int count_, bytes_, next_, end_, each_;
 };
 
-#if defined(__clang__)
-#define GLLM_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
-#else
-#define GLLM_SHUFFLE(x, y, ...) __builtin_shuffle(x, y, vu{__VA_ARGS__})
-#endif
-
-// One step of a transposition: x and y exchange the blocks of STEP lanes that lie off the diagonal.
-template <int STEP, size_t... LANE>
-inline void exchange(vu& x, vu& y, std::index_sequence<LANE...>) {
-  vu low = GLLM_SHUFFLE(x, y, (LANE & STEP ? W + LANE - STEP : LANE)...);
-  y = GLLM_SHUFFLE(x, y, (LANE & STEP ? W + LANE : LANE + STEP)...);
-  x = low;
-}
-
-template <int STEP = 1>
-inline void transpose(vu (&rows)[W]) {
-#pragma GCC unroll 16
-  for (int row = 0; row < W; row++)
-    if (!(row & STEP)) exchange<STEP>(rows[row], rows[row + STEP], std::make_index_sequence<W>());
-  if constexpr (STEP * 2 < W) transpose<STEP * 2>(rows);
-}
-
 // W keys from column d on, turned: one vector of keys per element. `left` columns are there; WHOLE: enough for a vector.
 template <class M, bool WHOLE = false>
 inline void turn(const typename M::Stored* const* keys, int d, int left, vu (&block)[W]) {
