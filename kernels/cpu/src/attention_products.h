@@ -48,8 +48,8 @@ struct WholeKeys {
   static constexpr int PER_ELEMENT = 1;
   static vu read(const T* from) { return bits(load(from)); }
   static vu read(const T* from, int left) { return bits(left < W ? load_part(from, left) : load(from)); }
-  // PER_ELEMENT keys' values from column d on, as elements.
-  static void weave(const T* const* values, int d, int left, vu (&out)[1]) { out[0] = read(values[0] + d, left); }
+  // PER_ELEMENT keys' values, as elements.
+  static void weave(const vu (&values)[1], vu (&out)[1]) { out[0] = values[0]; }
   static vf add(vf sum, vu columns, uint32_t row) { return fma(floats(columns), floats(splat(row)), sum); }
   // Stores weights and returns what was stored.
   static vf keep(float* to, vf weights) {
@@ -71,8 +71,8 @@ struct Bfloat16Keys {
   static vu read(const bf16* from, int left) {
     return left < 2 * W ? (vu)_mm512_maskz_loadu_epi16((uint32_t{1} << left) - 1, from) : read(from);
   }
-  static void weave(const bf16* const* values, int d, int left, vu (&out)[2]) {
-    weave(read(values[0] + d, left), read(values[1] + d, left), std::make_index_sequence<2 * W>(), out);
+  static void weave(const vu (&values)[2], vu (&out)[2]) {
+    weave(values[0], values[1], std::make_index_sequence<2 * W>(), out);
   }
   template <size_t... LANE>
   static void weave(vu x, vu y, std::index_sequence<LANE...>, vu (&out)[2]) {
@@ -108,53 +108,39 @@ struct Rows {
   int end = 0;
 };
 
-// Asks for the rows that come next, a few at a time while others are computed with: the processor's own prefetching
-// knows nothing of blocks, and many requests at once would hold it up.
+constexpr int AHEAD_BYTES = 16384;  // how far ahead memory is asked for
+
+inline void ask(const void* row, int bytes) {
+  const char* at = static_cast<const char*>(row);
+  for (int byte = 0; byte < bytes; byte += 128) __builtin_prefetch(at + byte), __builtin_prefetch(at + byte + 64);
+}
+
+// Asks for rows a short way ahead of those in use, then for the first of what comes after them, some at each of `steps`
+// steps: the processor's own prefetching knows nothing of blocks, many requests at once would hold it up, and what is
+// asked for too early has left the first cache when it is needed.
 template <class T>
 class Ahead {
  public:
-  Ahead(const Rows<T>& rows, int width) : rows_(rows), width_(width) {}
+  Ahead(const T* const* rows, int count, const T* const* then, int more, int width, int steps)
+      : rows_(rows), then_(then), count_(count), bytes_(width * sizeof(T)),
+        next_(std::min(count, AHEAD_BYTES / bytes_)), end_(count + std::min(more, AHEAD_BYTES / bytes_)),
+        each_(divide_up(count, std::max(1, steps))) {}
 
-  void ask(int keys) {
-    for (const int end = std::min(rows_.end, next_ + keys); next_ < end; next_++)
-      for (int at = 0; at < width_; at += 64 / sizeof(T)) {
-        __builtin_prefetch(rows_.keys[next_] + at);
-        __builtin_prefetch(rows_.values[next_] + at);
-      }
+  void step() {
+    for (int left = std::min(each_, end_ - next_); left > 0; left--, next_++)
+      ask(next_ < count_ ? rows_[next_] : then_[next_ - count_], bytes_);
   }
 
  private:
-  const Rows<T>& rows_;
-  int width_, next_ = 0;
+  const T *const *rows_, *const *then_;
+  int count_, bytes_, next_, end_, each_;
 };
 
-#if defined(__clang__)
-#define GLLM_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
-#else
-#define GLLM_SHUFFLE(x, y, ...) __builtin_shuffle(x, y, vu{__VA_ARGS__})
-#endif
-
-// One step of a transposition: x and y exchange the blocks of STEP lanes that lie off the diagonal.
-template <int STEP, size_t... LANE>
-inline void exchange(vu& x, vu& y, std::index_sequence<LANE...>) {
-  vu low = GLLM_SHUFFLE(x, y, (LANE & STEP ? W + LANE - STEP : LANE)...);
-  y = GLLM_SHUFFLE(x, y, (LANE & STEP ? W + LANE : LANE + STEP)...);
-  x = low;
-}
-
-template <int STEP = 1>
-inline void transpose(vu (&rows)[W]) {
-#pragma GCC unroll 16
-  for (int row = 0; row < W; row++)
-    if (!(row & STEP)) exchange<STEP>(rows[row], rows[row + STEP], std::make_index_sequence<W>());
-  if constexpr (STEP * 2 < W) transpose<STEP * 2>(rows);
-}
-
-// W keys from column d on, turned: one vector of keys per element.
-template <class M>
+// W keys from column d on, turned: one vector of keys per element. `left` columns are there; WHOLE: enough for a vector.
+template <class M, bool WHOLE = false>
 inline void turn(const typename M::Stored* const* keys, int d, int left, vu (&block)[W]) {
 #pragma GCC unroll 16
-  for (int i = 0; i < W; i++) block[i] = M::read(keys[i] + d, left);
+  for (int i = 0; i < W; i++) block[i] = WHOLE ? M::read(keys[i] + d) : M::read(keys[i] + d, left);
   transpose(block);
 }
 
@@ -170,13 +156,21 @@ void pack_keys(const Rows<typename M::Stored>& rows, int width, uint32_t* out) {
     }
 }
 
+// PER_ELEMENT keys' values from column d on, as elements.
+template <class M, bool WHOLE = false>
+inline void weave(const typename M::Stored* const* values, int d, int left, vu (&out)[M::PER_ELEMENT]) {
+  vu found[M::PER_ELEMENT];
+  for (int i = 0; i < M::PER_ELEMENT; i++) found[i] = WHOLE ? M::read(values[i] + d) : M::read(values[i] + d, left);
+  M::weave(found, out);
+}
+
 // Values -> [KEYS / PER_ELEMENT][columns] elements, zeros beyond the width.
 template <class M>
 void pack_values(const Rows<typename M::Stored>& rows, int width, int columns, uint32_t* out) {
   for (int key = 0; key < rows.end; key += M::PER_ELEMENT, out += columns)
     for (int d = 0; d < width; d += W * M::PER_ELEMENT) {
       vu block[M::PER_ELEMENT];
-      M::weave(rows.values + key, d, width - d, block);
+      weave<M>(rows.values + key, d, width - d, block);
       for (int i = 0; i < M::PER_ELEMENT; i++) write(out + d + i * W, block[i]);
     }
 }
@@ -236,54 +230,89 @@ void multiply(Product p, int rows, int vectors) {
 constexpr int FEW_ROWS = 12;
 
 // products [count][KEYS] = queries [ROWS][stride] x keys; what is computed beyond `count` rows is thrown away.
-template <class M, int ROWS>
-void multiply_keys(const Rows<typename M::Stored>& rows, int count, const uint32_t* queries, int stride, int width,
-                   float* products, Ahead<typename M::Stored>& ahead) {
-  for (int key = 0; key < rows.end; key += W) {
-    vf sums[ROWS] = {};
-    for (int d = 0; d < width; d += W * M::PER_ELEMENT) {
-      vu block[W];
-      turn<M>(rows.keys + key, d, width - d, block);
-      ahead.ask(1);
+template <class T>
+struct FewKeys {
+  const Rows<T>& rows;
+  int count;
+  const uint32_t* queries;
+  int stride, width;
+  float* products;
+};
+
+template <class M, int ROWS, bool WHOLE>
+inline void add_columns(const FewKeys<typename M::Stored>& p, int key, int d, vf (&sums)[ROWS]) {
+  vu block[W];
+  turn<M, WHOLE>(p.rows.keys + key, d, p.width - d, block);
 #pragma GCC unroll 16
-      for (int i = 0; i < W; i++)
-#pragma GCC unroll 16
-        for (int row = 0; row < ROWS; row++)
-          sums[row] = M::add(sums[row], block[i], queries[row * stride + d / M::PER_ELEMENT + i]);
-    }
+  for (int i = 0; i < W; i++)
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++)
-      if (row < count) store(products + row * KEYS + key, sums[row]);
+      sums[row] = M::add(sums[row], block[i], p.queries[row * p.stride + d / M::PER_ELEMENT + i]);
+}
+
+// The first values are asked for at the end.
+template <class M, int ROWS>
+void multiply_keys(const FewKeys<typename M::Stored>& p) {
+  constexpr int STEP = W * M::PER_ELEMENT;
+  const int end = p.rows.end;
+  Ahead<typename M::Stored> ahead(p.rows.keys, end, p.rows.values, end, p.width, end / W * divide_up(p.width, STEP));
+  for (int key = 0; key < end; key += W) {
+    vf sums[ROWS] = {};
+    int d = 0;
+    for (; d + STEP <= p.width; d += STEP, ahead.step()) add_columns<M, ROWS, true>(p, key, d, sums);
+    if (d < p.width) add_columns<M, ROWS, false>(p, key, d, sums), ahead.step();
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; row++)
+      if (row < p.count) store(p.products + row * KEYS + key, sums[row]);
   }
 }
 
-// out [count][columns] = weights [ROWS][KEYS / PER_ELEMENT] x values, PARTS vectors of elements at a time.
-template <class M, int ROWS, int PARTS>
-void multiply_values(const Rows<typename M::Stored>& rows, int count, const uint32_t* weights, int width, float* out,
-                     int columns, Ahead<typename M::Stored>& ahead) {
+// out [count][columns] = weights [ROWS][KEYS / PER_ELEMENT] x values.
+template <class T>
+struct FewValues {
+  const Rows<T>& rows;
+  int count;
+  const uint32_t* weights;
+  int width;
+  float* out;
+  int columns;
+};
+
+// PARTS vectors of elements from column d on. WHOLE: there are as many.
+template <class M, int ROWS, int PARTS, bool WHOLE>
+inline void multiply_some_values(const FewValues<typename M::Stored>& p, int d, Ahead<typename M::Stored>& ahead) {
   constexpr int N = M::PER_ELEMENT, STEP = W * N;
-  for (int d = 0; d < width; d += PARTS * STEP) {
-    vf sums[ROWS][PARTS * N] = {};
-    for (int key = 0; key < rows.end; key += N) {
+  vf sums[ROWS][PARTS * N] = {};
+  for (int key = 0; key < p.rows.end; key += N, ahead.step()) {
 #pragma GCC unroll 4
-      for (int part = 0; part < PARTS; part++) {
-        vu block[N];
-        if (d + part * STEP < width) M::weave(rows.values + key, d + part * STEP, width - d - part * STEP, block);
-        else std::fill_n(block, N, vu{});
+    for (int part = 0; part < PARTS; part++) {
+      vu block[N];
+      weave<M, WHOLE>(p.rows.values + key, d + part * STEP, p.width - d, block);
 #pragma GCC unroll 16
-        for (int row = 0; row < ROWS; row++)
+      for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 16
-          for (int i = 0; i < N; i++)
-            sums[row][part * N + i] = M::add(sums[row][part * N + i], block[i], weights[row * (KEYS / N) + key / N]);
-      }
-      ahead.ask(1);
+        for (int i = 0; i < N; i++)
+          sums[row][part * N + i] = M::add(sums[row][part * N + i], block[i], p.weights[row * (KEYS / N) + key / N]);
     }
-#pragma GCC unroll 16
-    for (int row = 0; row < ROWS; row++)
-#pragma GCC unroll 16
-      for (int v = 0; v < PARTS * N; v++)
-        if (row < count && d + v * W < columns) store(out + row * columns + d + v * W, sums[row][v]);
   }
+#pragma GCC unroll 16
+  for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 16
+    for (int v = 0; v < PARTS * N; v++)
+      if (row < p.count) store(p.out + row * p.columns + d + v * W, sums[row][v]);
+}
+
+// The keys of `next` are asked for.
+template <class M, int ROWS, int PARTS>
+void multiply_values(const FewValues<typename M::Stored>& p, const Rows<typename M::Stored>& next) {
+  constexpr int STEP = W * M::PER_ELEMENT;
+  const int passes = p.rows.end / M::PER_ELEMENT * divide_up(p.width, PARTS * STEP);
+  Ahead<typename M::Stored> ahead(p.rows.values, p.rows.end, next.keys, next.end, p.width, passes);
+  int d = 0;
+  for (; d + PARTS * STEP <= p.width; d += PARTS * STEP) multiply_some_values<M, ROWS, PARTS, true>(p, d, ahead);
+  if constexpr (PARTS > 2)
+    for (; d + 2 * STEP <= p.width; d += 2 * STEP) multiply_some_values<M, ROWS, 2, true>(p, d, ahead);
+  for (; d < p.width; d += STEP) multiply_some_values<M, ROWS, 1, false>(p, d, ahead);
 }
 
 }  // namespace

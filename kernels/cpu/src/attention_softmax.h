@@ -45,19 +45,6 @@ inline vi inside(Range seen, int v) {
   return (key >= seen.begin) & (key < seen.end);
 }
 
-template <int STEP, size_t... LANE>
-inline vf swapped(vf x, std::index_sequence<LANE...>) {
-  return (vf)GLLM_SHUFFLE((vu)x, (vu)x, (LANE ^ STEP)...);
-}
-
-// All lanes together, by halves; every lane gets the result.
-template <int STEP = W / 2, class Function>
-inline vf fold(vf x, Function function) {
-  x = function(x, swapped<STEP>(x, std::make_index_sequence<W>()));
-  if constexpr (STEP > 1) return fold<STEP / 2>(x, function);
-  return x;
-}
-
 // From products of a row with `vectors` vectors of keys to their weights, the largest score and the sum of the weights.
 template <class M>
 void softmax(float* products, Range seen, int vectors, Scoring scoring, typename M::Weight* weights, float& top,
@@ -68,13 +55,12 @@ void softmax(float* products, Range seen, int vectors, Scoring scoring, typename
     store(products + v * W, scores);
     highest = max(highest, scores);
   }
-  highest = fold(highest, max);
+  top = largest(highest);
   for (int v = 0; v < vectors; v++) {
-    vf found = exp_negative(load(products + v * W) - highest);
+    vf found = exp_negative(load(products + v * W) - splat(top));
     total += M::keep(weights + v * W, inside(seen, v) ? found : vf{});
   }
-  top = highest[0];
-  sum = fold(total, [](vf x, vf y) { return x + y; })[0];
+  sum = gllm::sum(total);
 }
 
 // -- merging ----------------------------------------------------------------------------------------------------------

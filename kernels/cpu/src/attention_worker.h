@@ -93,8 +93,10 @@ struct Place {
   void find(const Attention& call, int head, Rows<T>& rows) const {
     alignas(64) static const T zeros[MOST_WIDTH] = {};
     rows.end = round_up(seen.end, W);
-    std::fill_n(rows.keys, rows.end, zeros);
-    std::fill_n(rows.values, rows.end, zeros);
+    for (const T** list : {rows.keys, rows.values}) {
+      std::fill_n(list, seen.begin, zeros);
+      std::fill(list + seen.end, list + rows.end, zeros);
+    }
     const T* keys = cache + head * call.kv_head;
     for (int key = seen.begin; key < seen.end; key++) {
       rows.keys[key] = keys + offsets[key];
@@ -123,8 +125,7 @@ class Worker {
       for (int head = 0; head < unit_.heads; head++, turn ^= 1) {
         if (head + 1 < unit_.heads) now.find(call, unit_.head + head + 1, found_[turn ^ 1]);
         else then.find(call, after.head, found_[turn ^ 1]);
-        Ahead<T> ahead(found_[turn ^ 1], call.width);
-        attend_tile(call, tile, head, found_[turn], task.shared, ahead);
+        attend_tile(call, tile, head, found_[turn], task.shared, found_[turn ^ 1]);
       }
       now = then;
     }
@@ -162,8 +163,8 @@ class Worker {
     return static_cast<const T*>(call.q) + token_of(call, row) * call.q_token + head_of(call, row) * call.q_head;
   }
 
-  void attend_tile(const Attention& call, int tile, int head, const Rows<T>& rows, Shared* shared, Ahead<T>& ahead) {
-    if (rows_ <= FEW_ROWS) return attend_few(call, tile, head * rows_, rows, shared, ahead);
+  void attend_tile(const Attention& call, int tile, int head, const Rows<T>& rows, Shared* shared, const Rows<T>& next) {
+    if (rows_ <= FEW_ROWS) return attend_few(call, tile, head * rows_, rows, shared, next);
     pack_keys<M>(rows, call.width, keys_.get(0));
     pack_values<M>(rows, call.width, columns_, values_.get(0));
     for (int row = head * rows_, end = row + rows_; row < end; row += BLOCK_ROWS) {
@@ -172,7 +173,8 @@ class Worker {
       attend_block(call, tile, row, count, result);
       if (!shared) total_.from(row).merge(result, count);
     }
-    ahead.ask(KEYS);
+    const int bytes = call.width * sizeof(T);
+    for (int key = 0; key < next.end; key++) ask(next.keys[key], bytes), ask(next.values[key], bytes);
   }
 
   void attend_block(const Attention& call, int tile, int first, int count, Result result) {
@@ -193,25 +195,24 @@ class Worker {
   }
 
   // The rows of a head, at most FEW_ROWS.
-  void attend_few(const Attention& call, int tile, int first, const Rows<T>& rows, Shared* shared, Ahead<T>& ahead) {
-    if (rows_ <= 1) return attend_rows<1>(call, tile, first, rows, shared, ahead);
-    if (rows_ <= 2) return attend_rows<2>(call, tile, first, rows, shared, ahead);
-    if (rows_ <= 4) return attend_rows<4>(call, tile, first, rows, shared, ahead);
-    if (rows_ <= 6) return attend_rows<6>(call, tile, first, rows, shared, ahead);
-    if (rows_ <= 8) return attend_rows<8>(call, tile, first, rows, shared, ahead);
-    attend_rows<FEW_ROWS>(call, tile, first, rows, shared, ahead);
+  void attend_few(const Attention& call, int tile, int first, const Rows<T>& rows, Shared* shared, const Rows<T>& next) {
+    if (rows_ <= 1) return attend_rows<1>(call, tile, first, rows, shared, next);
+    if (rows_ <= 2) return attend_rows<2>(call, tile, first, rows, shared, next);
+    if (rows_ <= 4) return attend_rows<4>(call, tile, first, rows, shared, next);
+    if (rows_ <= 6) return attend_rows<6>(call, tile, first, rows, shared, next);
+    if (rows_ <= 8) return attend_rows<8>(call, tile, first, rows, shared, next);
+    attend_rows<FEW_ROWS>(call, tile, first, rows, shared, next);
   }
 
   // Computes ROWS rows, of which the head has some: one function for every number would take seconds to compile.
   template <int ROWS>
-  void attend_rows(const Attention& call, int tile, int first, const Rows<T>& rows, Shared* shared, Ahead<T>& ahead) {
+  void attend_rows(const Attention& call, int tile, int first, const Rows<T>& rows, Shared* shared, const Rows<T>& next) {
     constexpr int PARTS = std::max(1, (ROWS <= 2 ? 8 : ROWS <= 6 ? 4 : 2) / M::PER_ELEMENT);
     const Result result = shared ? shared->tile(tile).from(first) : block_;
-    multiply_keys<M, ROWS>(rows, rows_, queries_.get(0) + first * elements_, elements_, call.width, scores_, ahead);
+    multiply_keys<M, ROWS>({rows, rows_, queries_.get(0) + first * elements_, elements_, call.width, scores_});
     weigh(call, tile, first, rows_, rows.end / W, result);
-    multiply_values<M, ROWS, PARTS>(rows, rows_, reinterpret_cast<const uint32_t*>(weights_), call.width, result.out,
-                                    columns_, ahead);
-    ahead.ask(KEYS);
+    const uint32_t* weights = reinterpret_cast<const uint32_t*>(weights_);
+    multiply_values<M, ROWS, PARTS>({rows, rows_, weights, call.width, result.out, columns_}, next);
     if (!shared) total_.from(first).merge(result, rows_);
   }
 

@@ -27,6 +27,14 @@ inline vu load_units(const char* from) {
   return units;
 }
 
+inline void store_units(char* to, vu units, int64_t count) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_epi32(to, (1u << count) - 1, (__m512i)units);
+#else
+  memcpy(to, &units, count * 4);
+#endif
+}
+
 inline uint32_t load_unit(const char* from) {
   uint32_t unit;
   memcpy(&unit, from, sizeof unit);
@@ -34,7 +42,7 @@ inline uint32_t load_unit(const char* from) {
 }
 
 // A format tells how many elements a step has, its bytes of weights per panel and of rows per row, how many rows are
-// computed at once (their accumulators fill the registers), how a row is packed into its block, and how steps are added:
+// computed at once (their accumulators fill the registers), how rows are packed into a block, and how steps are added:
 //   sums [rows][COLUMNS] = (first ? 0 : sums) + the piece's products.
 
 // Steps of one unit: 4 bytes of each output, a float32 or two bfloat16.
@@ -68,12 +76,24 @@ struct Dense {
     return found;
   }
 
-  static void pack_row(const Element* row, int64_t inner, char* block, int64_t index, int64_t height) {
-    const int64_t steps = (inner + ELEMENTS - 1) / ELEMENTS;
-    for (int64_t step = 0; step < steps; step++) {
-      const uint32_t unit = unit_of(row, step, inner);
-      memcpy(block + (step * height + index) * 4, &unit, 4);
+  // W steps at a time are turned; rows are units beside each other in the end.
+  static void pack_block(const Element* x, int64_t stride, int64_t rows, int64_t inner, char* block, int64_t height) {
+    static_assert(ROWS <= W);
+    const int64_t steps = (inner + ELEMENTS - 1) / ELEMENTS, whole = inner / ELEMENTS / W * W;
+    for (int64_t step = 0; step < whole; step += W) {
+      vu units[W];
+#pragma GCC unroll 16
+      for (int row = 0; row < W; row++)
+        units[row] = row < rows ? load_units(reinterpret_cast<const char*>(x + row * stride + step * ELEMENTS)) : vu{};
+      transpose(units);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; i++) store_units(block + (step + i) * height * 4, units[i], rows);
     }
+    for (int64_t step = whole; step < steps; step++)
+      for (int64_t row = 0; row < rows; row++) {
+        const uint32_t unit = unit_of(x + row * stride, step, inner);
+        memcpy(block + (step * height + row) * 4, &unit, 4);
+      }
   }
 
   template <int rows>

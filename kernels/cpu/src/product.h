@@ -1,7 +1,8 @@
 // y = x W^T (+ bias, + residual): how the work is cut, whatever the number format.
 //
-// Rows are packed for the time of a call, in blocks of rows that are computed at once; blocks of one tile take their
-// panel's weights piece by piece, so that they stay in the first cache for all of them.
+// Rows are packed for the time of a call, in blocks of rows that are computed at once. A few blocks take a panel's weights
+// piece by piece, each piece in the first cache for all of them while the next one is fetched; many blocks take the
+// panel as a whole, one block after the other, from the second cache.
 #pragma once
 #include <cstdlib>
 
@@ -10,8 +11,9 @@
 
 namespace gllm {
 
-constexpr int64_t PIECE_BYTES = 32768;  // weights of a piece: two thirds of a first-level cache
-constexpr int64_t TILE_ROWS = 126;      // their sums are 16 KiB
+constexpr int64_t TILE_ROWS = 56;       // rows of a tile at most
+constexpr int64_t FEW_BLOCKS = 3;       // at most so many are bound by memory: they share a panel piece by piece
+constexpr int64_t PIECE_BYTES = 8192;   // weights of a piece: it and the next one stay in the first cache
 constexpr int64_t AHEAD_BYTES = 8192;   // how far ahead memory is asked for when there is one block of rows
 
 inline int64_t divide_up(int64_t count, int64_t size) { return (count + size - 1) / size; }
@@ -73,15 +75,17 @@ struct Product : Operands<T> {
   int64_t rows_of(int64_t block) const { return block + 1 < blocks ? height : rows - block * height; }
 
   void pack_block(int64_t block) {
-    for (int64_t row = 0; row < rows_of(block); row++)
-      Format::pack_row(x + (block * height + row) * x_stride, inner, packed + block * block_bytes, row, height);
+    const T* first = x + block * height * x_stride;
+    Format::pack_block(first, x_stride, rows_of(block), inner, packed + block * block_bytes, height);
   }
 
-  // All outputs of a panel for the blocks of a tile. While a piece is used, the next one is fetched.
+  // All outputs of a panel for the blocks of a tile. Where they will go is asked for at once: their lines lie far apart.
   void compute(int64_t panel, int64_t first_block) {
     alignas(64) float sums[TILE_BLOCKS * ROWS * COLUMNS];
     const int64_t end = first_block + TILE_BLOCKS < blocks ? first_block + TILE_BLOCKS : blocks;
-    const int64_t count = end - first_block, most = count == 1 ? steps : PIECE_STEPS;
+    const int64_t count = end - first_block, most = count == 1 || count > FEW_BLOCKS ? steps : PIECE_STEPS;
+    const int64_t row = first_block * height, end_row = end == blocks ? rows : end * height;
+    for (int64_t r = row; r < end_row; r++) __builtin_prefetch(y + r * y_stride + panel * COLUMNS, 1);
     for (int64_t step = 0; step < steps; step += most) {
       const char* w = weight + (panel * steps + step) * Format::WEIGHT_BYTES;
       Piece piece{w, nullptr, height, step + most < steps ? most : steps - step, nullptr, Format::WEIGHT_BYTES / count};
@@ -92,7 +96,7 @@ struct Product : Operands<T> {
         add_steps<Format>(rows_of(first_block + block), sums + block * height * COLUMNS, piece, step == 0);
       }
     }
-    finish(panel * COLUMNS, first_block * height, (end == blocks ? rows : end * height) - first_block * height, sums);
+    finish(panel * COLUMNS, row, end_row - row, sums);
   }
 
   void finish(int64_t column, int64_t first_row, int64_t count, const float* sums) {

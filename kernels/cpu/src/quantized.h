@@ -141,6 +141,10 @@ struct Groups {
 template <class Element, int BITS>
 struct Quantized : Groups<BITS> {
   // In a block: for each group, units [8][height], scales [height], corrections [height].
+  static void pack_block(const Element* x, int64_t stride, int64_t rows, int64_t inner, char* block, int64_t height) {
+    for (int64_t row = 0; row < rows; row++) pack_row(x + row * stride, inner, block, row, height);
+  }
+
   static void pack_row(const Element* row, int64_t inner, char* block, int64_t index, int64_t height) {
     for (int64_t first = 0; first < inner; first += GROUP, block += Quantized::ROW_BYTES * height) {
       const RowGroup group = round_group(row + first, inner - first < GROUP ? inner - first : GROUP, Quantized::OFFSET);

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -64,11 +65,16 @@ inline vf load(const bf16* from) {
 
 inline void store(float* to, vf x) { memcpy(to, &x, sizeof x); }
 
-// To the nearest, ties to even, as torch rounds; NaN stays NaN.
+// To the nearest, ties to even, as torch rounds; NaN stays NaN. With AVX-512 BF16 what is below 1.2e-38 becomes zero, as
+// it does in that level's products.
 inline void store(bf16* to, vf x) {
+#if defined(__AVX512BF16__)
+  vh y = (vh)_mm512_cvtneps_pbh(x);
+#else
   vu u = bits(x);
   vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   vh y = __builtin_convertvector(x == x ? rounded : splat(uint32_t{0x7fc0}), vh);
+#endif
   memcpy(to, &y, sizeof y);
 }
 
@@ -103,23 +109,6 @@ inline void map(Out* out, int64_t count, Function&& function, const In*... x) {
   if (i < count) store_part(out + i, function(load_part(x + i, count - i)...), count - i);
 }
 
-// The sum of a vector's elements, by halves.
-inline float sum(vf x) {
-  float part[W];
-  store(part, x);
-  for (int half = W / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) part[i] += part[i + half];
-  return part[0];
-}
-
-inline float largest(vf x) {
-  float part[W];
-  store(part, x);
-  for (int half = W / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) part[i] = part[i] > part[i + half] ? part[i] : part[i + half];
-  return part[0];
-}
-
 // e^x to within 2 units in the last place: x = n ln 2 + r, a polynomial in r (Taylor to r^7), times 2^n in two steps so
 // that the ends come out right: inf above 88.73, 0 below -104, NaN for NaN.
 inline vf exp(vf x) {
@@ -143,5 +132,46 @@ inline vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
 
 // Good to 1e-7 absolutely, which is what a cap on scores needs; not relatively, near 0.
 inline vf tanh(vf x) { return splat(1.0f) - splat(2.0f) / (splat(1.0f) + exp(x + x)); }
+
+#if defined(__clang__)
+#define GLLM_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define GLLM_SHUFFLE(x, y, ...) __builtin_shuffle(x, y, vu{__VA_ARGS__})
+#endif
+
+// One step of a transposition: x and y exchange the blocks of STEP lanes that lie off the diagonal.
+template <int STEP, size_t... LANE>
+inline void exchange(vu& x, vu& y, std::index_sequence<LANE...>) {
+  vu low = GLLM_SHUFFLE(x, y, (LANE & STEP ? W + LANE - STEP : LANE)...);
+  y = GLLM_SHUFFLE(x, y, (LANE & STEP ? W + LANE : LANE + STEP)...);
+  x = low;
+}
+
+template <int STEP = 1>
+inline void transpose(vu (&rows)[W]) {
+#pragma GCC unroll 16
+  for (int row = 0; row < W; row++)
+    if (!(row & STEP)) exchange<STEP>(rows[row], rows[row + STEP], std::make_index_sequence<W>());
+  if constexpr (STEP * 2 < W) transpose<STEP * 2>(rows);
+}
+
+template <int STEP, size_t... LANE>
+inline vf swapped(vf x, std::index_sequence<LANE...>) {
+  return (vf)GLLM_SHUFFLE((vu)x, (vu)x, (LANE ^ STEP)...);
+}
+
+// All lanes together, by halves; every lane gets the result.
+template <int STEP = W / 2, class Function>
+inline vf fold(vf x, Function function) {
+  x = function(x, swapped<STEP>(x, std::make_index_sequence<W>()));
+  if constexpr (STEP > 1) return fold<STEP / 2>(x, function);
+  return x;
+}
+
+inline float sum(vf x) {
+  return fold(x, [](vf one, vf other) { return one + other; })[0];
+}
+
+inline float largest(vf x) { return fold(x, max)[0]; }
 
 }  // namespace gllm
