@@ -237,6 +237,17 @@ def test_no_more_graphs_are_captured_than_memory_is_reserved_for(make, monkeypat
     assert len(captures.log) == 3
 
 
+def test_steps_of_more_tokens_than_any_bucket_are_not_captured(make, monkeypatch):
+    """They would be of a form of their own each time."""
+    monkeypatch.setattr("engine.resident.TOKENS", (2, 16))
+    engine = make(max_step_tokens=64)
+    captures = Captures(monkeypatch, engine)
+    run(engine, [request(f"{n}", PROMPT[: 9 + n], sampling(3 * n)) for n in range(4)])
+    sizes = [int(said.removeprefix("CUDA graph of ").split()[0]) for said in captures.log]
+    assert sizes
+    assert max(sizes) <= 16
+
+
 def test_a_pool_made_anew_forgets_graphs(make, monkeypatch):
     engine = make()
     captures = Captures(monkeypatch, engine)
