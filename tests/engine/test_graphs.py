@@ -219,7 +219,7 @@ def test_each_form_is_captured_once_after_it_was_computed_and_then_replayed(make
     truth = run(make(graphs=False), mixed_batch())
     assert run(engine, mixed_batch()) == truth
     forms, steps = len(captures.log), engine.stats().steps
-    assert len(set(captures.log)) == forms
+    assert len(set(captures.log)) == forms > 2
     assert run(engine, mixed_batch()) == truth
     assert len(captures.log) == forms, "the same steps are of the same forms"
     assert captures.replays >= steps - 5, "but for those that score their prompts"
@@ -232,9 +232,9 @@ def test_each_form_is_captured_once_after_it_was_computed_and_then_replayed(make
 def test_no_more_graphs_are_captured_than_memory_is_reserved_for(make, monkeypatch):
     engine = make()
     captures = Captures(monkeypatch, engine)
-    monkeypatch.setattr("engine.graphs.GRAPHS", 3)
+    monkeypatch.setattr("engine.graphs.GRAPHS", 2)
     run(engine, mixed_batch())
-    assert len(captures.log) == 3
+    assert len(captures.log) == 2
 
 
 def test_steps_of_more_tokens_than_any_bucket_are_not_captured(make, monkeypatch):
@@ -340,19 +340,21 @@ def test_who_was_held_goes_on_after_a_failed_forward(make):
     assert run(engine, [request("y", PROMPT[2:], sampling(20))])["y"].tokens == truth["y"].tokens
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
 @pytest.mark.parametrize("budget", [4, 64])
-def test_what_is_not_a_number_ends_its_own_request_only(make, kind, budget):
-    """An embedding that is NaN, in a prompt or drawn; plain models and such with windows."""
+def test_what_is_not_a_number_ends_its_own_request_only(make, checkpoints, kind, budget):
+    """An embedding that is NaN, in a prompt or drawn; plain models, and such whose windows hide it from what follows."""
+    model = str(checkpoints(kind, **({"sliding_window": 3} if kind == "mistral" else {}))[0])
     requests = [request("bad", [9, 77, *PROMPT], sampling(5)), request("x", PROMPT, sampling(9)),
                 request("y", PROMPT[3:], sampling(9, temperature=0.9))]  # fmt: skip
     results = []
     for graphs in (False, True):
-        engine = make(kind=kind, graphs=graphs, overlap=True, max_step_tokens=budget)
+        engine = make(model=model, graphs=graphs, overlap=True, max_step_tokens=budget)
         with nan_embedding(engine, 77):
-            results.append(run(engine, requests))
+            replies = run(engine, requests)
+        results.append((replies, engine.stats().prompt_tokens, engine.stats().steps))
     assert results[0] == results[1]
-    assert "not finite" in (results[1]["bad"].error or "")
+    assert "not finite" in (results[1][0]["bad"].error or "")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
