@@ -304,9 +304,8 @@ def test_places_that_the_device_was_not_told_are_told_again(make, monkeypatch):
             engine.unhold("x")
             engine.add(jobs["z"])
             engine.hold("z")
-        if step == 10:
-            engine.unhold("z")
-            engine.unhold("y")
+        if step in (10, 15):
+            engine.unhold("z" if step == 10 else "y")
 
     replies: dict[str, Reply] = {}
     for name in "xy":
