@@ -237,6 +237,15 @@ def test_no_more_graphs_are_captured_than_memory_is_reserved_for(make, monkeypat
     assert len(captures.log) == 2
 
 
+def test_memory_of_captures_is_taken_as_one_piece_of_their_pool(make, monkeypatch):
+    pools: list[object] = []
+    graphs = make().runner.stepper.graphs
+    graphs._captures, graphs._pool = True, "the pool"
+    monkeypatch.setattr("engine.graphs.capture", lambda work, pool: pools.append((pool, work.args[0], work())))
+    graphs.reserve(1000)
+    assert pools == [("the pool", 1000, None)]
+
+
 def test_steps_of_more_tokens_than_any_bucket_are_not_captured(make, monkeypatch):
     """They would be of a form of their own each time."""
     monkeypatch.setattr("engine.resident.TOKENS", (2, 16))
