@@ -17,7 +17,7 @@ from benchmarks.gpu.end_to_end import workload
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.report import Line, Stage, as_json, read_lines, table
 from benchmarks.gpu.session import GRACE, PLANS, WHOLE, Plan, failures, run_apart, run_here
-from kernels import reference
+from kernels import TorchBackend, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE = Machine(dry=True, deadline=float("inf"))
@@ -48,6 +48,13 @@ def test_gpu_session_runs_dry_with_every_stage(tmp_path: Path) -> None:
     assert lines["transformers, sdpa, 3 requests of 4 tokens"]["value"] > 0
     assert done.stdout.strip().endswith("0 failures")
     assert (tmp_path / "table.txt").read_text().strip() in done.stdout
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_gpu_cases_of_prepared_batches_are_right_in_plain_torch(window: int | None) -> None:
+    cases = Maker(MACHINE, TorchBackend(deterministic=True), DRY_SHAPES["tiny"], 1)
+    for counts, lengths in (([1, 9, 1], [30, 9, 1]), ([1, 1, 1], [17, 16, 40])):
+        assert check(MACHINE, "x", lambda c=counts, n=lengths: cases.prepared(c, n, window))[0].ok
 
 
 def test_gpu_host_time_is_of_steps_that_compute_nothing() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu import exact
 from benchmarks.gpu.machine import Machine
-from kernels import AttentionBatch, Backend, Heads
+from kernels import AttentionBatch, Backend, Heads, ResidentBatch, State, Step
 
 NAN = float("nan")
 EPS = 1e-6
@@ -127,6 +127,35 @@ class Maker:
         pairs = sum(n * (length - n) + n * (n + 1) // 2 for n, length in zip(counts, lengths, strict=True))
         moved = sum(lengths) * key_bytes + 2 * first.q.nbytes
         return Case(run, right, moved, 4 * self.shape.heads * self.shape.width * pairs)
+
+    def prepared(self, counts: list[int], lengths: list[int], window: int | None = None) -> Case:
+        """The same of a batch that the device prepares from its own state: what graphs hold."""
+        whole, scale = self.ragged(counts, lengths), self.shape.width**-0.5
+        batch = self._prepare(whole, counts, lengths)
+        run = lambda _: self.backend.attention(whole.q, whole.kv, batch, scale, window)  # noqa: E731
+        right = partial(exact.attention, whole.q, whole.kv, whole.tables, counts, lengths, window, None)
+        return Case(run, right, 0)
+
+    def _prepare(self, whole: "Ragged", counts: list[int], lengths: list[int]) -> ResidentBatch:
+        device, rows, resident = (
+            self.machine.device,
+            list(range(len(counts))),
+            self.backend.resident(self.machine.device),
+        )
+        assert resident is not None
+        state = State.make(len(rows), whole.tables.shape[1], whole.kv.shape[3], device)
+        state.clear(0)
+        state.tables[:-1] = whole.tables.int()
+        firsts = [length - count for length, count in zip(lengths, counts, strict=True)]
+        step, decodes = Step.make(sum(counts), len(rows), device), max(counts) == 1
+        if decodes:
+            state.places[:-1], state.lengths[:-1] = (self.numbers(part, torch.int32) for part in (rows, firsts))
+            resident.advance(state, step)
+        else:
+            numbers = self.numbers([*rows, *firsts, *counts, *[0] * len(rows)], torch.int32)
+            resident.open(state, step, numbers.view(4, -1), self.numbers([0] * sum(counts), torch.int32))
+        alone = [length for count, length in zip(counts, lengths, strict=True) if count == 1]
+        return ResidentBatch(state, step, self.shape.grouped, decodes, resident.splits(alone) + 3)
 
     def ragged(self, counts: list[int], lengths: list[int], block_size: int = 16) -> "Ragged":
         """A ragged batch over scattered blocks; all that belongs to nobody is NaN."""

@@ -56,12 +56,14 @@ def works(machine: Machine) -> list[Callable[[], object]]:
         small = cases(maker, dry=machine.dry).items()
         makes = [make for title, make in small if built(maker.backend, title)]
         makes += [partial(maker.attention, counts, [64] * len(counts)) for counts in batches()]
+        makes += [partial(maker.prepared, counts, [64] * len(counts)) for counts in batches()]
         makes += [partial(maker.norm, 128), partial(maker.gate, 128, "silu_mul")]
         careful = Maker(machine, machine.backend(deterministic=True), shape, seed=1)
         makes += [partial(careful.attention, counts, [64] * len(counts)) for counts in ([33], [33, 1])]
         found += [partial(launch, make) for make in makes]
     found += [partial(draw, machine, kind, rows) for kind in drawing.KINDS for rows in (32, 128)]
-    return [*found, lambda: agreement.run(agreement.engine_on(machine.device.type))]
+    found += [lambda: agreement.run(agreement.engine_on(machine.device.type, graphs=False))]
+    return [*found, lambda: agreement.compare_graphs(machine)]
 
 
 def batches() -> list[list[int]]:

@@ -18,7 +18,12 @@ from benchmarks.gpu.report import Line, not_built
 from kernels import Backend
 
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
-TRITON_ONLY = ("add + norm", "heads", "few rows")  # titles that begin so: beyond the door that all backends have
+TRITON_ONLY = (
+    "add + norm",
+    "heads",
+    "few rows",
+    "prepared",
+)  # titles that begin so: beyond the door that all backends have
 
 
 def cases(maker: Maker, *, dry: bool) -> dict[str, Callable[[], Case]]:
@@ -45,6 +50,10 @@ def cases(maker: Maker, *, dry: bool) -> dict[str, Callable[[], Case]]:
         "chunk": lambda: maker.attention([long // 2], [long]),
         "mixed": lambda: maker.attention(*mixed),
         "mixed, windowed": lambda: maker.attention(*mixed, window=30),
+        "prepared decode": lambda: maker.prepared(*decodes),
+        "prepared decode, windowed": lambda: maker.prepared(*decodes, window=40),
+        "prepared mixed": lambda: maker.prepared(*mixed),
+        "prepared mixed, windowed": lambda: maker.prepared(*mixed, window=30),
         "mixed, soft-capped": lambda: maker.attention(*mixed, softcap=5.0),
     }
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from kernels.triton.paged import attend_tile, entry_of, merge, normalised
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count",))
 def decode_splits(
     q, keys, values, tables, rows, starts, lengths, splits, outs, tops, totals,
     scale, factor, softcap, window, count,

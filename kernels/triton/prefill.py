@@ -54,7 +54,7 @@ def positions_of(first, real, group: tl.constexpr, block_m: tl.constexpr):
     return tl.where(r // group < real, first + r // group, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count",))
 def prefill_tiles(
     q, keys, values, out, tables, rows, starts, lengths, tile_starts,
     scale, factor, softcap, window, count,
@@ -102,7 +102,7 @@ def prefill_tiles(
     tl.store(at, normalised(acc, total).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count",))
 def prefill_splits(
     q, keys, values, out, tables, rows, starts, lengths, tile_starts,
     scale, factor, softcap, window, count,

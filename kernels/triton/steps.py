@@ -23,7 +23,8 @@ def apply_differences(memory, count, records, block: tl.constexpr):
     tl.store(memory + address, tl.load(records + 2 * i + 1, mask=there, other=0), mask=there)
 
 
-@triton.jit
+# Numbers that differ from step to step or from engine to engine do not make variants of their own.
+@triton.jit(do_not_specialize=("count", "padding_row", "padding_block"))
 def advance(
     places, tables, lengths, last_tokens, ids, positions, blocks, offsets, rows, starts, ends,
     count, padding_row, padding_block, table_stride, block_size: tl.constexpr, most: tl.constexpr,
@@ -51,7 +52,7 @@ def advance(
     tl.store(lengths + row, position + 1, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count", "padding_row"))
 def open_entries(entries, lengths, rows, starts, ends, count, padding_row, most: tl.constexpr):
     """Grid (1): a mixed step's entries int32 [4, count]: row, first position, number of tokens, fed.
 
@@ -69,7 +70,7 @@ def open_entries(entries, lengths, rows, starts, ends, count, padding_row, most:
     tl.store(lengths + row, first + tokens, mask=inside & (tokens > 0) & (row != padding_row))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens", "count", "padding_row", "padding_block"))
 def spread(
     entries, sent, starts, tables, last_tokens, ids, positions, token_rows, blocks, offsets,
     tokens, count, padding_row, padding_block, table_stride,
@@ -99,7 +100,7 @@ def spread(
     tl.store(offsets + t, position % block_size, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count",))
 def lay_out(
     starts, ends, splits, tile_starts, count, window, split, tile_tokens,
     most: tl.constexpr, windowed: tl.constexpr,
