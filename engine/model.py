@@ -18,7 +18,7 @@ HEAD = "lm_head.weight"
 class Inputs:
     """One step's tokens on the device. Token t sits at positions[t]; its KV goes to (blocks[t], offsets[t]).
 
-    `rows[t]` is the row of its sequence.
+    `rows[t]` is the row of its sequence. int64 all, but that `rows` may be int32.
     """
 
     ids: Tensor

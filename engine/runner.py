@@ -78,8 +78,8 @@ class Runner:
 
     @property
     def kernels(self) -> str:
-        """Who computes, and why plain torch where faster kernels are missing."""
-        return self._backend.name
+        """Who computes, and why plain torch where faster kernels are missing; whether by graphs."""
+        return f"{self._backend.name}, graphs" if self.graphs else self._backend.name
 
     @torch.inference_mode()
     def _make_stepper(self, config: EngineConfig) -> Stepper:
@@ -106,7 +106,9 @@ class Runner:
         wanted = self.device.type == "cuda" if config.graphs == "auto" else config.graphs
         resident = self._backend.resident(self.device) if wanted else None
         if resident is None and config.graphs is True:
-            raise DeviceError(f"graphs: True was asked for, but not with the kernels {self.kernels!r} on {self.device}")
+            raise DeviceError(
+                f"graphs: True was asked for, but not with the kernels {self._backend.name!r} on {self.device}"
+            )
         return resident
 
     @torch.inference_mode()

@@ -50,7 +50,7 @@ class StepWork:
         kept, step = self._kept, self._step
         self._prepare()
         batch = ResidentBatch(kept.state, step, kept.parts.heads, self.form.decodes, self._splits)
-        rows = step.rows.long() if self.form.decodes else step.token_rows
+        rows = step.rows if self.form.decodes else step.token_rows
         inputs = Inputs(step.ids, step.positions, rows, step.blocks, step.offsets, batch)
         hidden = kept.parts.model.forward(inputs, kept.cache)
         self._choose(self._look_at(hidden))
@@ -70,18 +70,18 @@ class StepWork:
     def _look_at(self, hidden: Tensor) -> Tensor:
         """The states [entries, hidden] that tokens are chosen from; notes whether those that are checked are finite.
 
-        Attention carries a NaN to every later position, so the last one of an entry shows it. Past a window nothing is
-        carried: there each position answers for itself.
+        Where all decode, their logits show it. Attention carries a NaN to every later position, so the last one of an
+        entry shows it. Past a window nothing is carried: there each position answers for itself.
         """
-        last = hidden
-        if not self.form.decodes:
-            last = hidden[(self._step.starts[1:] - 1).clamp_(min=0).long()]
-        if self.form.decodes or not self._kept.parts.windowed:
-            self.results[2].copy_(~torch.isfinite(last).all(-1))
-        else:
+        if self.form.decodes:
+            return hidden
+        last = hidden[(self._step.starts[1:] - 1).clamp_(min=0).long()]
+        if self._kept.parts.windowed:
             wrong = (~torch.isfinite(hidden).all(-1)).to(torch.int32)
             counts = torch.zeros(self._kept.parts.rows + 1, dtype=torch.int32, device=hidden.device)
             self.results[2].copy_(counts.index_add_(0, self._step.token_rows, wrong)[self._step.rows.long()])
+        else:
+            self.results[2].copy_(~torch.isfinite(last).all(-1))
         return last
 
     def _choose(self, hidden: Tensor) -> None:

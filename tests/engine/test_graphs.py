@@ -269,6 +269,27 @@ def test_a_pool_made_anew_forgets_graphs(make, monkeypatch):
     assert len(captures.log) == 2 * before
 
 
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0},
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_ropes_by_row_and_by_position_are_the_hosts(make, checkpoints, rope):
+    """A row's frequencies depend on what its sequence may grow to; rows are used again by others."""
+    model = str(checkpoints("llama", rope_parameters=ROPES[rope], max_position_embeddings=64)[0])
+    jobs = [request(f"{n}", PROMPT[: 3 + 2 * n], sampling(4 + 7 * n)) for n in range(6)]
+    replies = [run(make(model=model, graphs=graphs, max_sequences=3), jobs) for graphs in (False, True)]
+    assert replies[0] == replies[1]
+    assert len(set(map(tuple, (reply.tokens for reply in replies[1].values())))) == 6
+
+
+def test_an_engine_says_that_it_has_graphs(make):
+    assert make().info.kernels == "torch, graphs"
+    assert make(graphs=False).info.kernels == "torch"
+
+
 def test_buckets_end_with_what_can_come_at_most():
     assert grid(PLACES, 5) == [1, 2, 4, 5]
     assert grid(PLACES, 1) == [1]
