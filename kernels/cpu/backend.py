@@ -73,10 +73,8 @@ class CpuBackend(TorchBackend):
         return linear
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if weight.dtype != x.dtype:  # 1 + weight of a Gemma, kept in float32
-            return self.rms_norm(x.float(), weight.float(), eps).to(x.dtype)
         assert weight.shape == x.shape[-1:]
-        assert weight.is_contiguous()
+        weight = weight.float().contiguous()
         x, (tokens, stride, heads, width) = _heads(x)
         y = torch.empty(x.shape, dtype=x.dtype)
         self.library.rms_norm(
