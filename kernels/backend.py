@@ -39,7 +39,10 @@ class Backend(Protocol):
     def prepare_embedding(self, weight: Tensor) -> Embedding: ...
 
     def prepare_vocabulary(self, weight: Tensor) -> tuple[Embedding, Linear]:
-        """The rows of a head's weight [vocabulary, hidden], for embeddings tied to it, and the head: of one copy."""
+        """The rows of a head's weight [vocabulary, hidden], for embeddings tied to it, and the head: of one copy.
+
+        The head's results may come in float32.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...

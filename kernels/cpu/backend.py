@@ -62,7 +62,7 @@ class CpuBackend(TorchBackend):
     def prepare_vocabulary(self, weight: Tensor) -> tuple[Embedding, Linear]:
         """Never in fewer than 8 bits: what every token goes through twice costs more quality than it saves."""
         packed = self._pack(weight, None, 8 if self._bits else None)
-        return packed.rows, packed
+        return packed.rows, packed.widened
 
     def _pack(self, weight: Tensor, bias: Tensor | None, bits: int | None) -> PackedLinear:
         dtype = self._dtype or weight.dtype

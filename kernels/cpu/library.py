@@ -24,7 +24,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "gllm_unpack_rows": (I32, P, I64, P, I64, P),
     "gllm_quantize": (I32, P, I64, I64, P),
     "gllm_quantized_rows": (I32, I32, P, I64, P, I64, P),
-    "gllm_linear": (I32, P, I64, I64, P, I64, I64, P, P, P, I64),
+    "gllm_linear": (I32, P, I64, I64, P, I64, I64, P, P, I64, I32),
     "gllm_rms_norm": (I32, P, I64, I64, I64, I64, P, F32, P),
     "gllm_rope": (I32, P, I64, I64, I64, I64, P, P, P),
     "gllm_gate": (I32, I32, P, I64, I64, P),
