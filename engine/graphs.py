@@ -7,6 +7,7 @@ captured can be replayed; on a CPU, where nothing can be captured, it is a plain
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -67,6 +68,11 @@ def capture(work: Work, pool: Any) -> Callable[[], object]:
     return graph.replay
 
 
+def touch(size: int, device: torch.device) -> None:
+    """Take so much memory and give it back; a graph must hold something."""
+    torch.empty(max(1, size), dtype=torch.uint8, device=device)[:1].zero_()
+
+
 class Graphs(Generic[W]):
     """The works of all forms. The first time, a form's work is done as it is, and then captured for the next time.
 
@@ -79,6 +85,16 @@ class Graphs(Generic[W]):
         self._captures = device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         self._works, self._replays = dict[Form, W](), dict[Form, Callable[[], object]]()
+        self._device = device
+        self._reserved: object = None  # a pool lives as long as one of its graphs
+
+    def reserve(self, size: int) -> None:
+        """Take the memory of all captures, in bytes, as one piece that each of them cuts up anew.
+
+        Pieces as small forms need them do not serve larger ones: taken as they come, they would add up.
+        """
+        if self._captures:
+            self._reserved = capture(partial(touch, size, self._device), self._pool)
 
     def forget(self) -> None:
         """The memory that the works were made for is gone."""

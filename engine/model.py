@@ -61,7 +61,7 @@ class Decoder:
         if self._multiplier != 1.0:
             hidden = hidden * self._multiplier
         turns = [rotation.at(inputs.positions, inputs.rows) for rotation in self._rotations]
-        if self._fused is not None and isinstance(inputs.attention, AttentionBatch):
+        if self._fused is not None:
             self._fused(hidden, cache, turns, inputs.blocks, inputs.offsets, inputs.attention)
             return hidden
         for layer, kv in zip(self._layers, cache, strict=True):

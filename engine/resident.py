@@ -144,7 +144,8 @@ class ResidentStepper:
         if scores or not self._fits(form, entries):
             form = form._replace(tokens=plan.tokens, entries=len(entries))
             splits = self._resident.splits([entry.start + entry.count for entry in entries if entry.count == 1])
-            work = StepWork(self._kept, form, splits, keeps=scores)
+            # No less than a captured step has: the largest step is rehearsed here, and shows what captures will take.
+            work = StepWork(self._kept, form, max(splits, self._room(form)), keeps=scores)
             self._send(plan, form, work.records_at, lane)
             work()
             return work

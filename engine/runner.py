@@ -60,8 +60,10 @@ class Runner:
         self.stepper = self._make_stepper(config)
         room = None if meter is None else self._rehearse(config, meter)
         self.kv_blocks = kv_blocks(config, self.model_config, self.dtype, self.max_model_len, room)
-        with refusing(meter, f"a KV pool of {self.kv_blocks} blocks"):
+        with refusing(meter, f"a KV pool of {self.kv_blocks} blocks, and graphs"):
             self._make_pool()
+            if room is not None and isinstance(self.stepper, ResidentStepper):
+                self.stepper.graphs.reserve(room.workspace)
 
     def _select(self, config: EngineConfig) -> Backend:
         return select(

@@ -66,7 +66,10 @@ class Backend(Protocol):
     ) -> Tensor: ...
 
     def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> Layers | None:
-        """The layers as one call that gives the bits of the operations above; None where there is none for them."""
+        """The layers as one call, which then serves all steps; None where there is none for them.
+
+        Its bits are those of the operations above, but for roundings that it leaves out.
+        """
         ...
 
     def resident(self, device: torch.device) -> Resident | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.attention import AttentionBatch
 from kernels.linear import Linear
+from kernels.resident import ResidentBatch
 
 
 @dataclass(slots=True)
@@ -54,5 +55,5 @@ class Layers(Protocol):
         turns: Sequence[tuple[Tensor, Tensor]],
         blocks: Tensor,
         offsets: Tensor,
-        batch: AttentionBatch,
+        batch: AttentionBatch | ResidentBatch,
     ) -> None: ...

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ABANDONED_SECONDS = 3600.0  # no compiler takes as long: what is older was left by a process that was killed
-KEPT = 6  # files in the user's folder: some levels of some versions
+KEPT = 12  # files in the user's folder: some levels and dtypes of some versions
 SCRATCH = ".build-"  # how the names of folders begin that a build works in
 BUILT = Path(__file__).with_name("built")  # filled by `python -m kernels.cpu.compile` when an image is built
 

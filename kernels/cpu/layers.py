@@ -11,6 +11,7 @@ from kernels.cpu.attention import AttentionCall, prepare
 from kernels.cpu.library import Library
 from kernels.cpu.linear import PackedLinear
 from kernels.layers import Layer, LayerKind
+from kernels.resident import ResidentBatch
 
 ROPES, GROUP_TOKENS = 4, 280  # as layers.cpp has them
 
@@ -87,8 +88,9 @@ class FusedLayers:
         turns: Sequence[tuple[Tensor, Tensor]],
         blocks: Tensor,
         offsets: Tensor,
-        batch: AttentionBatch,
+        batch: AttentionBatch | ResidentBatch,
     ) -> None:
+        assert isinstance(batch, AttentionBatch), "`resident` is None"
         tokens = len(hidden)
         self._check(hidden, caches, turns, blocks, offsets, batch)
         for layer, cache in zip(self._layers, caches, strict=True):

@@ -1,10 +1,10 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
 """The operations behind the door, on Triton kernels: norms, gates and attention; matrix products stay torch's.
 
-`add_rms_norm` and `norm_rope_store` are what a decoder that knows this backend can ask for beyond the door.
+`add_rms_norm` and `norm_rope_store` are beyond the door: `fuse` takes whole layers through them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import torch
@@ -12,10 +12,12 @@ from torch import Tensor
 
 from kernels.attention import AttentionBatch
 from kernels.backend import TorchBackend
+from kernels.layers import Layer, LayerKind, Layers
 from kernels.resident import ResidentBatch
 from kernels.triton import attention, heads, row
 from kernels.triton.attention import Scoring, Workspace
 from kernels.triton.batch import DeviceBatch, HostBatch
+from kernels.triton.layers import TritonLayers
 from kernels.triton.shapes import SPLIT, power_of_two, row_warps
 from kernels.triton.state import TritonResident
 
@@ -43,7 +45,12 @@ class TritonBackend(TorchBackend):
 
     @property
     def numerics(self) -> str:
-        return f"triton-{version('triton')}-{SPLIT}"
+        return f"triton-{version('triton')}-{SPLIT}-fused"
+
+    def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> Layers | None:
+        norms = [layer.input_norm for layer in layers if layer.input_norm is not None]
+        fits = kind.head_dim % 2 == 0 and all(len(norm) <= WIDEST_ROW for norm in norms)
+        return TritonLayers(self, layers, kind) if fits and TritonLayers.serve(layers, kind) else None
 
     def resident(self, device: torch.device) -> TritonResident:
         return TritonResident()

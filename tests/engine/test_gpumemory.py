@@ -9,6 +9,7 @@ import torch
 from engine import Engine, EngineConfig
 from engine.errors import DeviceError
 from engine.gpumemory import GRAPH_BYTES, GRAPHS, SPARE_BYTES, Meter, Room, refusing
+from engine.graphs import Graphs
 from engine.memory import block_bytes, kv_blocks
 from engine.rehearsal import EVERYTHING, largest_step
 from engine.runner import Runner
@@ -170,6 +171,7 @@ def test_a_rehearsed_engine_computes_as_any_other(make_engine, monkeypatch, cont
     """The largest step is a real one, whatever its memory held before; what it leaves behind disturbs nobody."""
     truth = run(make_engine(), [request("x", range(3, 20)), request("y", range(30, 37), GREEDY)])
     seen: list[str] = []
+    reserved: list[int] = []
     make_pool = Runner._make_pool
 
     def fill_pool(self: Runner) -> None:
@@ -186,16 +188,18 @@ def test_a_rehearsed_engine_computes_as_any_other(make_engine, monkeypatch, cont
         assert all(len(logprob[2]) == EVERYTHING.logprobs for logprob in sampled.logprobs)
         assert len(sampled.prompt_logprobs[0]) > 50
         seen.append(what)
-        return Room(total=GIB, free=GIB, taken=0, workspace=0)
+        return Room(total=GIB, free=GIB, taken=0, workspace=77)
 
     monkeypatch.setattr(Runner, "_make_pool", fill_pool)
     monkeypatch.setattr(Meter, "of", classmethod(lambda cls, device: cls(GPU)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, GIB))
     monkeypatch.setattr(Meter, "measure", rehearse)
+    monkeypatch.setattr(Graphs, "reserve", lambda self, size: reserved.append(size))
     settings = {"max_sequences": 5, "graphs": graphs} | ({"kernels": "torch"} if graphs else {})
     engine: Engine = make_engine(max_step_tokens=64, **settings)
     tables = engine.runner.stepper._kept.state.tables if graphs else engine.runner.stepper.tables
     assert bool((tables == engine.runner.kv_blocks).all())  # rows of nobody write to the padding block
+    assert reserved == ([77] if graphs else [])
     assert seen == ["a step of 64 tokens (max_step_tokens) of 5 sequences (max_sequences)"]
     replies = run(engine, [request("x", range(3, 20)), request("y", range(30, 37), GREEDY)])
     assert {name: reply.tokens for name, reply in replies.items()} == {n: reply.tokens for n, reply in truth.items()}

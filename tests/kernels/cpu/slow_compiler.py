@@ -11,7 +11,10 @@ import os, subprocess, sys, time
 work, real, arguments = {work!r}, {real!r}, sys.argv[1:]
 with open(work + "/log", "a") as log:
     print(os.getpid(), *arguments, file=log)
+end = time.monotonic() + 60
 while not os.path.exists(work + "/gate"):
+    if time.monotonic() > end:
+        sys.exit("the gate stays shut")
     time.sleep(0.005)
 if "-c" in arguments:
     built = [word for word in arguments if word.startswith("-DGLLM_BUILD=")]

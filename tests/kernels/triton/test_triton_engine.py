@@ -1,12 +1,15 @@
 """A whole engine on the Triton kernels, through the interpreter: the tokens that plain torch gives."""
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from engine import Engine, EngineConfig, SamplingParams
+from kernels import TorchBackend
 from kernels.triton.backend import TritonBackend
+from kernels.triton.layers import TritonLayers
 from kernels.triton.state import TritonResident
-from tests.engine.driving import poison, request, run
+from tests.engine.driving import poison, record_logits, request, run
 from tests.engine.models import save
 
 
@@ -26,7 +29,33 @@ def test_an_engine_on_triton_kernels_gives_the_tokens_of_torch(tmp_path, monkeyp
     assert {name: reply.tokens for name, reply in replies.items()} == {
         name: reply.tokens for name, reply in expected.items()
     }
-    assert {variant[0] for variant in backend._announced} >= {"decode_splits", "prefill", "rms_norm", "gate"}
+    announced = {variant[0] for variant in backend._announced}
+    assert announced >= {"decode_splits", "prefill", "rms_norm", "gate"}
+    assert (announced >= {"norm_rope_store", "add_rms_norm"}) == (kind != "gemma2")  # it has norms after, too
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {}), ("smollm3", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
+     ("mistral", {"sliding_window": 5})],
+)  # fmt: skip
+def test_layers_in_few_launches_are_those_of_torch(tmp_path, monkeypatch, kind, changes):
+    """Logits of a prompt in pieces and of decodes: biases, head norms, layers without rope, windows."""
+    save(tmp_path, kind, head_dim=16, num_hidden_layers=2, **changes)
+    config = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", kernels="torch", block_size=4,
+                          kv_blocks=20, max_step_tokens=9, threads=1)  # fmt: skip
+    found = []
+    for backend in (TorchBackend(deterministic=True), TritonBackend(deterministic=True)):
+        monkeypatch.setattr("engine.runner.select", lambda backend=backend, **asked: backend)
+        engine = Engine(config)
+        poison(engine)
+        assert isinstance(engine.runner.model._fused, TritonLayers) == isinstance(backend, TritonBackend)
+        logits = record_logits(engine)
+        run(engine, [request("a", range(3, 16), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))])
+        found.append(logits)
+    assert len(found[0]) == 3
+    for key, row in found[0].items():
+        torch.testing.assert_close(found[1][key], row, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "changes"), [("qwen3", {}), ("gemma2", {"sliding_window": 5})])

@@ -109,7 +109,7 @@ def turning() -> Iterator[Variant]:
     aligned = STRIDES | {"qkv_token", "turn_stride", "query_token"}
     for (dtype, count, kv_heads, width), normed in product(shapes, (False, True)):
         known = dict.fromkeys(names, POINTERS[dtype]) | dict.fromkeys(("cos", "sin"), "*fp32") | {"eps": "fp32"}
-        known |= dict.fromkeys(("turns", "blocks", "offsets"), "*i32")
+        known |= dict.fromkeys(("blocks", "offsets"), "*i64") | {"turns": "*i32"}
         constants = {"heads": count, "kv_heads": kv_heads, "width": width, "at_once": HEADS, "normed": normed,
                      "turned": True}  # fmt: skip
         kernel, options = heads.norm_rope_store, {"num_warps": 2, "num_stages": 1}
