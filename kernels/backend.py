@@ -34,6 +34,10 @@ class Backend(Protocol):
         """Bytes of the matrices that came in float32, to be kept in fewer bits."""
         ...
 
+    def settle(self, cache: Sequence[Tensor]) -> None:
+        """The layers' KV memory [2, blocks, kv_heads, block_size, D] is there, and will be written soon."""
+        ...
+
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
     def prepare_embedding(self, weight: Tensor) -> Embedding: ...
@@ -90,6 +94,9 @@ class TorchBackend:
     @property
     def rounded_bytes(self) -> int:
         return 0
+
+    def settle(self, cache: Sequence[Tensor]) -> None:
+        pass
 
     def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> Layers | None:
         return None

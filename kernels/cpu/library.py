@@ -19,6 +19,7 @@ P, I64, I32, F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_flo
 SIGNATURES: dict[str, tuple[type, ...]] = {
     "gllm_set_threads": (I32,),
     "gllm_advise_huge": (P, I64),
+    "gllm_populate": (P, I64),
     "gllm_read": (P, I64, P),
     "gllm_pack": (I32, P, I64, I64, P),
     "gllm_unpack_rows": (I32, P, I64, P, I64, P),

@@ -23,7 +23,7 @@ def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
 
 
 def compute(linear: PackedLinear, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The product, in x's dtype or widened, into the middle of a field of NaN; asserts that the field around it is left alone."""
+    """The product, in x's dtype or widened, into a field of NaN; asserts that the field around it is left alone."""
     margin, rows, outputs = 3, len(x), linear.outputs
     field = torch.full((rows + 2 * margin, outputs + margin), float("nan"), dtype=dtype or x.dtype)
     y = field[margin : margin + rows, :outputs]
