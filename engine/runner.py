@@ -115,7 +115,7 @@ class Runner:
     def _make_pool(self) -> None:
         """KV memory. Block `kv_blocks` is for padding, never content.
 
-        The memory stays as it comes: nothing reads what was not written, and a CPU hands out pages as they are used.
+        The memory stays as it comes: nothing reads what was not written.
         """
         config = self.model_config
         shape = (2, self.kv_blocks + 1, config.kv_heads, self.block_size, config.head_dim)
@@ -164,6 +164,7 @@ class Runner:
     @torch.inference_mode()
     def warm_up(self) -> None:
         self.stepper.warm_up()
+        self._backend.settle(self.cache)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Handle:

@@ -34,12 +34,19 @@ class Backend(Protocol):
         """Bytes of the matrices that came in float32, to be kept in fewer bits."""
         ...
 
+    def settle(self, cache: Sequence[Tensor]) -> None:
+        """The layers' KV memory [2, blocks, kv_heads, block_size, D] is there, and will be written soon."""
+        ...
+
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
     def prepare_embedding(self, weight: Tensor) -> Embedding: ...
 
     def prepare_vocabulary(self, weight: Tensor) -> tuple[Embedding, Linear]:
-        """The rows of a head's weight [vocabulary, hidden], for embeddings tied to it, and the head: of one copy."""
+        """The rows of a head's weight [vocabulary, hidden], for embeddings tied to it, and the head: of one copy.
+
+        The head's results may come in float32.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -87,6 +94,9 @@ class TorchBackend:
     @property
     def rounded_bytes(self) -> int:
         return 0
+
+    def settle(self, cache: Sequence[Tensor]) -> None:
+        pass
 
     def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> Layers | None:
         return None
