@@ -84,21 +84,26 @@ def address(memory: ctypes.Array) -> int:
 
 
 def attention(library: ctypes.CDLL, half: int) -> None:
-    """Values of one: whatever the weights, their average is one. Sequences: a decode, a chunk, a whole prefill."""
-    kv_heads, counts, lengths = 2, [1, 7, 40], [150, 130, 40]
+    """Values of one: whatever the weights, their average is one.
+
+    Sequences: a decode, a chunk, a whole prefill, and two decodes with a common beginning.
+    """
+    kv_heads, counts, lengths = 2, [1, 7, 40, 1, 1], [150, 130, 40, 400, 410]
     for width, group, size, window in ((8, 1, 16, 0), (65, 3, 1, 0), (80, 9, 24, 33), (33, 13, 300, 0)):
         blocks = [-(-length // size) for length in lengths]
         columns, pool = max(blocks), sum(blocks)
         tables, free = list[int](), list(range(pool))
         for count in blocks:
             tables += [free.pop() for _ in range(count)] + [-1] * (columns - count)
+        common = 399 // size
+        tables[4 * columns : 4 * columns + common] = tables[3 * columns : 3 * columns + common]
         heads, plane = kv_heads * group, pool * kv_heads * size * width
         q, out = buffer(sum(counts) * heads * width, half, 1), buffer(sum(counts) * heads * width, half)
         kv, table = buffer(2 * plane, half, 1), integers(tables)
-        spans = (I32 * 3)(*counts), (I32 * 3)(*lengths)
+        spans = (I32 * 5)(*counts), (I32 * 5)(*lengths)
         strides = heads * width, width, plane, kv_heads * size * width, size * width, width, columns
         call = Attention(address(q), address(kv), address(out), address(table), *map(address, spans))
-        call.strides, call.sizes = strides, (3, kv_heads, group, width, size, window)
+        call.strides, call.sizes = strides, (5, kv_heads, group, width, size, window)
         call.scoring = (0.1, 0.0)
         library.gllm_attention(I32(half), ctypes.byref(call))
         assert list(out) == list(q), (width, group, size, window)
