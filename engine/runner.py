@@ -104,7 +104,7 @@ class Runner:
     def _find_resident(self, config: EngineConfig) -> Resident | None:
         """What prepares steps on the device; None where the host does. Raises DeviceError where graphs cannot be."""
         wanted = self.device.type == "cuda" if config.graphs == "auto" else config.graphs
-        resident = self._backend.resident(self.device) if wanted else None
+        resident = self._backend.resident(self.device, self._heads, self.model_config.head_dim) if wanted else None
         if resident is None and config.graphs is True:
             raise DeviceError(
                 f"graphs: True was asked for, but not with the kernels {self._backend.name!r} on {self.device}"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import AttentionBatch, paged_attention
+from kernels.attention import AttentionBatch, Heads, paged_attention
 from kernels.layers import Layer, LayerKind, Layers
 from kernels.linear import Linear, prepare_linear
 from kernels.plain_resident import PlainResident
@@ -76,8 +76,11 @@ class Backend(Protocol):
         """
         ...
 
-    def resident(self, device: torch.device) -> Resident | None:
-        """What prepares steps from the device's own state, so that graphs can hold them; None where nothing does."""
+    def resident(self, device: torch.device, heads: Heads, width: int) -> Resident | None:
+        """What prepares steps from the device's own state, so that graphs can hold them; None where nothing does.
+
+        Attention then takes a ResidentBatch, for heads of this width.
+        """
         ...
 
 
@@ -101,7 +104,7 @@ class TorchBackend:
     def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> Layers | None:
         return None
 
-    def resident(self, device: torch.device) -> Resident | None:
+    def resident(self, device: torch.device, heads: Heads, width: int) -> Resident | None:
         return None if device.type == "cuda" else PlainResident()
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionBatch
+from kernels.attention import AttentionBatch, Heads
 from kernels.backend import Embedding, TorchBackend
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.layers import FusedLayers
@@ -142,7 +142,7 @@ class CpuBackend(TorchBackend):
         assert isinstance(batch, AttentionBatch), "`resident` is None"
         return paged_attention(self.library, q, kv, batch, scale, window, softcap)
 
-    def resident(self, device: torch.device) -> None:
+    def resident(self, device: torch.device, heads: Heads, width: int) -> None:
         """The host knows all lengths anyway, and a call costs it little."""
 
     def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> FusedLayers | None:
