@@ -104,7 +104,7 @@ class Runner:
     def _find_resident(self, config: EngineConfig) -> Resident | None:
         """What prepares steps on the device; None where the host does. Raises DeviceError where graphs cannot be."""
         wanted = self.device.type == "cuda" if config.graphs == "auto" else config.graphs
-        resident = self._backend.resident(self.device) if wanted else None
+        resident = self._backend.resident(self.device, self._heads, self.model_config.head_dim) if wanted else None
         if resident is None and config.graphs is True:
             raise DeviceError(
                 f"graphs: True was asked for, but not with the kernels {self._backend.name!r} on {self.device}"
@@ -115,7 +115,7 @@ class Runner:
     def _make_pool(self) -> None:
         """KV memory. Block `kv_blocks` is for padding, never content.
 
-        The memory stays as it comes: nothing reads what was not written, and a CPU hands out pages as they are used.
+        The memory stays as it comes: nothing reads what was not written.
         """
         config = self.model_config
         shape = (2, self.kv_blocks + 1, config.kv_heads, self.block_size, config.head_dim)
@@ -164,6 +164,7 @@ class Runner:
     @torch.inference_mode()
     def warm_up(self) -> None:
         self.stepper.warm_up()
+        self._backend.settle(self.cache)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Handle:

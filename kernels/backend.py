@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import AttentionBatch, paged_attention
+from kernels.attention import AttentionBatch, Heads, paged_attention
 from kernels.layers import Layer, LayerKind, Layers
 from kernels.linear import Linear, prepare_linear
 from kernels.plain_resident import PlainResident
@@ -34,12 +34,19 @@ class Backend(Protocol):
         """Bytes of the matrices that came in float32, to be kept in fewer bits."""
         ...
 
+    def settle(self, cache: Sequence[Tensor]) -> None:
+        """The layers' KV memory [2, blocks, kv_heads, block_size, D] is there, and will be written soon."""
+        ...
+
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
     def prepare_embedding(self, weight: Tensor) -> Embedding: ...
 
     def prepare_vocabulary(self, weight: Tensor) -> tuple[Embedding, Linear]:
-        """The rows of a head's weight [vocabulary, hidden], for embeddings tied to it, and the head: of one copy."""
+        """The rows of a head's weight [vocabulary, hidden], for embeddings tied to it, and the head: of one copy.
+
+        The head's results may come in float32.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -69,8 +76,11 @@ class Backend(Protocol):
         """
         ...
 
-    def resident(self, device: torch.device) -> Resident | None:
-        """What prepares steps from the device's own state, so that graphs can hold them; None where nothing does."""
+    def resident(self, device: torch.device, heads: Heads, width: int) -> Resident | None:
+        """What prepares steps from the device's own state, so that graphs can hold them; None where nothing does.
+
+        Attention then takes a ResidentBatch, for heads of this width.
+        """
         ...
 
 
@@ -88,10 +98,13 @@ class TorchBackend:
     def rounded_bytes(self) -> int:
         return 0
 
+    def settle(self, cache: Sequence[Tensor]) -> None:
+        pass
+
     def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> Layers | None:
         return None
 
-    def resident(self, device: torch.device) -> Resident | None:
+    def resident(self, device: torch.device, heads: Heads, width: int) -> Resident | None:
         return None if device.type == "cuda" else PlainResident()
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

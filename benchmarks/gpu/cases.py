@@ -137,11 +137,8 @@ class Maker:
         return Case(run, right, 0)
 
     def _prepare(self, whole: "Ragged", counts: list[int], lengths: list[int]) -> ResidentBatch:
-        device, rows, resident = (
-            self.machine.device,
-            list(range(len(counts))),
-            self.backend.resident(self.machine.device),
-        )
+        device, rows = self.machine.device, list(range(len(counts)))
+        resident = self.backend.resident(device, self.shape.grouped, self.shape.width)
         assert resident is not None
         state = State.make(len(rows), whole.tables.shape[1], whole.kv.shape[3], device)
         state.clear(0)

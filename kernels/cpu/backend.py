@@ -8,16 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionBatch
+from kernels.attention import AttentionBatch, Heads
 from kernels.backend import Embedding, TorchBackend
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.layers import FusedLayers
 from kernels.cpu.library import Library
 from kernels.cpu.linear import PER_UNIT, PackedLinear, QuantizedLinear
-from kernels.cpu.memory import Arena
+from kernels.cpu.memory import Arena, make_real
 from kernels.layers import Layer, LayerKind
 from kernels.linear import Linear
 from kernels.resident import ResidentBatch
+
+SMALL_POOL = 64 << 20  # bytes of KV memory that are not worth a thread
 
 
 class CpuBackend(TorchBackend):
@@ -62,7 +64,7 @@ class CpuBackend(TorchBackend):
     def prepare_vocabulary(self, weight: Tensor) -> tuple[Embedding, Linear]:
         """Never in fewer than 8 bits: what every token goes through twice costs more quality than it saves."""
         packed = self._pack(weight, None, 8 if self._bits else None)
-        return packed.rows, packed
+        return packed.rows, packed.widened
 
     def _pack(self, weight: Tensor, bias: Tensor | None, bits: int | None) -> PackedLinear:
         dtype = self._dtype or weight.dtype
@@ -71,6 +73,13 @@ class CpuBackend(TorchBackend):
         linear = QuantizedLinear(self.library, self._arena, weight, bias, dtype, bits)
         self._rounded_bytes += linear.packed.nbytes
         return linear
+
+    def settle(self, cache: Sequence[Tensor]) -> None:
+        if sum(layer.nbytes for layer in cache) < SMALL_POOL:
+            return
+        for layer in cache:
+            self.library.advise_huge(layer.data_ptr(), layer.nbytes)
+        make_real(cache, self.library.populate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         assert weight.shape == x.shape[-1:]
@@ -131,7 +140,7 @@ class CpuBackend(TorchBackend):
         assert isinstance(batch, AttentionBatch), "`resident` is None"
         return paged_attention(self.library, q, kv, batch, scale, window, softcap)
 
-    def resident(self, device: torch.device) -> None:
+    def resident(self, device: torch.device, heads: Heads, width: int) -> None:
         """The host knows all lengths anyway, and a call costs it little."""
 
     def fuse(self, layers: Sequence[Layer], kind: LayerKind) -> FusedLayers | None:

@@ -28,6 +28,7 @@ SOURCES = Path(__file__).with_name("src")
 FLAGS = (
     "-std=c++20",
     "-O3",
+    "--param=max-combine-insns=2",  # GCC would try three and four: a fifth of attention's time, for no speed
     "-fPIC",
     "-shared",
     "-pipe",  # no file of a compiler that was ended stays in the folder for temporary ones

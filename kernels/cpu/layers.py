@@ -13,7 +13,7 @@ from kernels.cpu.linear import PackedLinear
 from kernels.layers import Layer, LayerKind
 from kernels.resident import ResidentBatch
 
-ROPES = 4  # as many as layers.cpp has room for
+ROPES, GROUP_TOKENS = 4, 280  # as layers.cpp has them
 
 
 class _Linear(ctypes.Structure):
@@ -61,9 +61,8 @@ class FusedLayers:
         self._same = {"eps": kind.eps, "multiplier": kind.multiplier, "gelu": kind.gelu, "joint": kind.joint_norms}
         first = self._layers[0]
         self._hidden, self._queries = first.qkv.inner, first.output.inner
-        # Hidden states twice, the products of qkv or gate_up, queries, attended or gated: as layers.cpp takes them.
-        self._between = 2 * self._hidden + max(first.qkv.outputs, first.gate_up.outputs) + self._queries
-        self._between += max(first.output.inner, first.down.inner)
+        # As layers.cpp takes them: queries and attended; of a group hidden states twice, qkv or gate_up, gated.
+        self._between = 2 * self._hidden + max(first.qkv.outputs, first.gate_up.outputs) + first.down.inner
 
     @classmethod
     def of(cls, library: Library, layers: Sequence[Layer], kind: LayerKind) -> "FusedLayers | None":
@@ -95,7 +94,7 @@ class FusedLayers:
         self._check(hidden, caches, turns, blocks, offsets, batch)
         for layer, cache in zip(self._layers, caches, strict=True):
             layer.kv = cache.data_ptr()
-        memory = torch.empty(tokens * self._between, dtype=self._dtype)
+        memory = torch.empty(2 * tokens * self._queries + min(tokens, GROUP_TOKENS) * self._between, dtype=self._dtype)
         call = prepare(caches[0], batch, self._kind.scale, self._kind.softcap)
         call.q_token, call.q_head = self._queries, self._kind.head_dim
         step = _Step(

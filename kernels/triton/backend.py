@@ -10,7 +10,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionBatch
+from kernels.attention import AttentionBatch, Heads
 from kernels.backend import TorchBackend
 from kernels.layers import Layer, LayerKind, Layers
 from kernels.resident import ResidentBatch
@@ -52,8 +52,8 @@ class TritonBackend(TorchBackend):
         fits = kind.head_dim % 2 == 0 and all(len(norm) <= WIDEST_ROW for norm in norms)
         return TritonLayers(self, layers, kind) if fits and TritonLayers.serve(layers, kind) else None
 
-    def resident(self, device: torch.device) -> TritonResident:
-        return TritonResident()
+    def resident(self, device: torch.device, heads: Heads, width: int) -> TritonResident | None:
+        return TritonResident() if serves(heads.group, width) else None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.shape[-1] > WIDEST_ROW or x.dim() not in (2, 3):
@@ -128,7 +128,7 @@ class TritonBackend(TorchBackend):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        if batch.heads.group > MOST_GROUP or q.shape[2] not in WIDTHS:
+        if not serves(batch.heads.group, q.shape[2]):
             return super().attention(q, kv, batch, scale, window, softcap)
         if self._last is None or self._last.batch is not batch:
             self._last = HostBatch(batch) if isinstance(batch, AttentionBatch) else DeviceBatch(batch)
@@ -145,6 +145,11 @@ class TritonBackend(TorchBackend):
             self._announce("prefill", *variant)
             attention.attend_chunks(q, kv, out, last.layout, tiles, scoring, invariant=self._deterministic)
         return out
+
+
+def serves(group: int, width: int) -> bool:
+    """Whether attention's kernels do: so many query heads for each of the keys', of this width."""
+    return group <= MOST_GROUP and width in WIDTHS
 
 
 def _gate(gate_up: Tensor, *, gelu: bool) -> Tensor:

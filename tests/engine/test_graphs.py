@@ -5,7 +5,8 @@ know of a plan is in the buffer that was sent. Same plans, so all must be the sa
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from engine import Engine, Request, SamplingParams
 from engine.errors import DeviceError
-from engine.graphs import PLACES, Form, Tail, at_least, grid
+from engine.graphs import PLACES, Form, Tail, at_least, capture, grid
 from engine.masks import pack
 from engine.plan import Plan
 from engine.work import StepWork
@@ -235,6 +236,25 @@ def test_no_more_graphs_are_captured_than_memory_is_reserved_for(make, monkeypat
     monkeypatch.setattr("engine.graphs.GRAPHS", 2)
     run(engine, mixed_batch())
     assert len(captures.log) == 2
+
+
+def test_work_is_captured_into_the_shared_pool(monkeypatch):
+    """With a stand-in for CUDA: the work is done while a graph records, and what comes back replays that graph."""
+    log: list[object] = []
+
+    @contextmanager
+    def recording(graph: Any, pool: object, capture_error_mode: str) -> Iterator[None]:
+        log.append((graph.name, pool, capture_error_mode))
+        yield
+        log.append("recorded")
+
+    recorded = SimpleNamespace(name="graph", replay=lambda: log.append("replayed"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: recorded)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    replay = capture(lambda: log.append("done"), "the pool")
+    replay()
+    # Only this thread's calls may break a capture: others of the process are none of its business.
+    assert log == [("graph", "the pool", "thread_local"), "done", "recorded", "replayed"]
 
 
 def test_memory_of_captures_is_taken_as_one_piece_of_their_pool(make, monkeypatch):

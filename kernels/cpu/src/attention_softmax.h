@@ -84,6 +84,12 @@ struct Result {
     std::fill_n(sum, rows, 0.0f);
   }
 
+  void copy(Result other, int rows) const {
+    std::copy_n(other.out, rows * columns, out);
+    std::copy_n(other.top, rows, top);
+    std::copy_n(other.sum, rows, sum);
+  }
+
   // `more`, of the tile that comes next, joins the first `rows` rows.
   void merge(Result more, int rows) const {
     for (int row = 0; row < rows; row++)

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "attention_few.h"
 #include "attention_softmax.h"
 
 namespace gllm {
@@ -14,11 +15,15 @@ constexpr int MOST_WIDTH = 1024;  // of a head
 
 int padded(int width) { return round_up(width, 2 * W); }
 
+struct Prefix;
+
 // Some query positions of one sequence, some key/value heads, and the tiles that these queries see.
 struct Unit {
   int sequence, token, position, queries;
   int head, heads;
   int first_tile, end_tile;
+  const Prefix* prefix = nullptr;  // whose result the tiles go on from
+  int member = 0;                  // which of its sequences this is
 
   int tiles() const { return end_tile - first_tile; }
   int64_t work() const { return static_cast<int64_t>(tiles()) * queries * heads; }
@@ -40,10 +45,27 @@ struct Shared {
   std::vector<float> memory;
 };
 
+// Sequences with one query each that begin with the same blocks: the result of their common tiles, head by head.
+struct Prefix {
+  Prefix(int tiles, int group, int columns) : tiles(tiles), group(group), columns(columns) {}
+
+  void allocate(int heads) { memory.resize(Result::floats(heads * rows(), columns)); }
+  int rows() const { return static_cast<int>(tokens.size()) * group; }
+  Result result(int head, int member) const {
+    const int all = static_cast<int>(memory.size() / (columns + 2));
+    return Result::in(const_cast<float*>(memory.data()), all, columns).from(head * rows() + member * group);
+  }
+
+  int tiles, group, columns;
+  std::vector<int> sequences, tokens;
+  std::vector<float> memory;
+};
+
 struct Task {
   Unit unit;
   int first_tile, end_tile;
-  Shared* shared;  // null: the task makes all tiles of its unit
+  Shared* shared;             // null: the task makes all tiles of its unit
+  Prefix* prefix = nullptr;   // not null: the unit's queries are those of its sequences, and its result theirs
 };
 
 template <class T>
@@ -113,8 +135,9 @@ class Worker {
  public:
   // `next` is what this thread may get next, to ask for its first keys.
   void run(const Attention& call, const Task& task, const Task& next) {
+    together_ = task.prefix;
     begin(call, task.unit);
-    if (!task.shared) total_.clear(rows_ * unit_.heads);
+    if (!task.shared) start();
     Place<T> now(call, unit_, task.first_tile);
     now.find(call, unit_.head, found_[0]);
     int turn = 0;
@@ -131,7 +154,10 @@ class Worker {
     }
     if (task.shared && !task.shared->last()) return;
     if (task.shared) merge_all(*task.shared);
-    finish(call);
+    if (together_)
+      together_->result(unit_.head, 0).copy(total_, rows_ * unit_.heads);
+    else
+      finish(call);
   }
 
  private:
@@ -153,7 +179,10 @@ class Worker {
   }
 
   // Rows lie head by head, position by position, the group's query heads inside.
-  int token_of(const Attention& call, int row) const { return unit_.token + row % rows_ / call.group; }
+  int token_of(const Attention& call, int row) const {
+    const int query = row % rows_ / call.group;
+    return together_ ? together_->tokens[query] : unit_.token + query;
+  }
   int head_of(const Attention& call, int row) const {
     return (unit_.head + row / rows_) * call.group + row % call.group;
   }
@@ -167,14 +196,16 @@ class Worker {
     if (rows_ <= FEW_ROWS) return attend_few(call, tile, head * rows_, rows, shared, next);
     pack_keys<M>(rows, call.width, keys_.get(0));
     pack_values<M>(rows, call.width, columns_, values_.get(0));
+    const int bytes = call.width * sizeof(T), each = divide_up(next.end, divide_up(rows_, BLOCK_ROWS));
+    int asked = 0;
     for (int row = head * rows_, end = row + rows_; row < end; row += BLOCK_ROWS) {
+      for (const int last = std::min(next.end, asked + each); asked < last; asked++)
+        ask(next.keys[asked], bytes), ask(next.values[asked], bytes);
       const int count = std::min(BLOCK_ROWS, end - row);
       const Result result = shared ? shared->tile(tile).from(row) : block_;
       attend_block(call, tile, row, count, result);
       if (!shared) total_.from(row).merge(result, count);
     }
-    const int bytes = call.width * sizeof(T);
-    for (int key = 0; key < next.end; key++) ask(next.keys[key], bytes), ask(next.values[key], bytes);
   }
 
   void attend_block(const Attention& call, int tile, int first, int count, Result result) {
@@ -216,8 +247,15 @@ class Worker {
     if (!shared) total_.from(first).merge(result, rows_);
   }
 
+  // Nothing yet, or what the unit's prefix has.
+  void start() {
+    if (!unit_.prefix) return total_.clear(rows_ * unit_.heads);
+    for (int head = 0; head < unit_.heads; head++)
+      total_.from(head * rows_).copy(unit_.prefix->result(unit_.head + head, unit_.member), rows_);
+  }
+
   void merge_all(Shared& shared) {
-    total_.clear(shared.rows);
+    start();
     for (int tile = unit_.first_tile; tile < unit_.end_tile; tile++) total_.merge(shared.tile(tile), shared.rows);
   }
 
@@ -231,6 +269,7 @@ class Worker {
   }
 
   Unit unit_;
+  Prefix* together_;
   int rows_, columns_, elements_;  // rows of each head
   Rows<T> found_[2];
   Scratch<uint32_t> queries_, keys_, values_;

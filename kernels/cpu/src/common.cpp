@@ -24,6 +24,18 @@ extern "C" void gllm_advise_huge(void* begin, int64_t bytes) {
 #endif
 }
 
+// Make real memory of a range now, its content left alone: what is written later need not wait for the system's pages.
+extern "C" void gllm_populate(void* begin, int64_t bytes) {
+#if defined(__linux__)
+  constexpr int POPULATE_WRITE = 23;  // MADV_POPULATE_WRITE; older kernels than 5.14 refuse it, and nothing is lost
+  const uintptr_t page = 4096, first = reinterpret_cast<uintptr_t>(begin) / page * page;
+  const uintptr_t end = reinterpret_cast<uintptr_t>(begin) + bytes;
+  madvise(reinterpret_cast<void*>(first), end - first, POPULATE_WRITE);
+#else
+  (void)begin, (void)bytes;
+#endif
+}
+
 // Read a range of memory once, on all threads, and do next to nothing with it: the bound of whatever reads weights.
 extern "C" void gllm_read(const uint32_t* from, int64_t bytes, uint32_t* found) {
   constexpr int64_t TILE = 1 << 18;

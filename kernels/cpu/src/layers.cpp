@@ -7,8 +7,8 @@
 #include "rows.h"
 
 extern "C" void gllm_linear(int32_t format, const void* x, int64_t x_stride, int64_t rows, const void* weight,
-                            int64_t inner, int64_t outputs, const void* bias, const void* residual, void* y,
-                            int64_t y_stride);
+                            int64_t inner, int64_t outputs, const void* bias, void* y, int64_t y_stride,
+                            int32_t widened);
 extern "C" void gllm_rms_norm(int32_t half, const void* x, int64_t tokens, int64_t stride, int64_t heads, int64_t width,
                               const float* weight, float eps, void* y);
 extern "C" void gllm_gate(int32_t half, int32_t with_gelu, const void* gate_up, int64_t rows, int64_t width, void* y);
@@ -52,54 +52,69 @@ class Run {
   Run(const Step& step, const Layer& first)
       : step_(step), tokens_(step.tokens), width_(first.qkv.inner), hidden_(static_cast<T*>(step.hidden)) {
     T* free = static_cast<T*>(step.memory);
-    auto take = [&](int64_t width) { return std::exchange(free, free + tokens_ * width); };
-    normed_ = take(width_);
-    more_ = take(width_);
-    wide_ = take(std::max(first.qkv.outputs, first.gate_up.outputs));
-    queries_ = take(first.output.inner);
-    inner_ = take(std::max(first.output.inner, first.down.inner));
+    auto take = [&](int64_t count, int64_t width) { return std::exchange(free, free + count * width); };
+    const int64_t group = std::min(tokens_, GROUP_TOKENS);
+    queries_ = take(tokens_, first.output.inner);
+    attended_ = take(tokens_, first.output.inner);
+    normed_ = take(group, width_);
+    more_ = take(group, width_);
+    wide_ = take(group, std::max(first.qkv.outputs, first.gate_up.outputs));
+    gated_ = take(group, first.down.inner);
   }
 
   void layer(const Layer& layer) {
-    multiply(layer.qkv, norm(hidden_, layer.input_norm, normed_), wide_);
-    turn_and_store(layer);
+    for_groups([&](int64_t first, int64_t count) {
+      multiply(layer.qkv, norm(hidden_ + first * width_, count, layer.input_norm, normed_), count, wide_);
+      turn_and_store(layer, first, count);
+    });
     attend(layer);
-    add(layer.output, layer.attended_norm);
-    multiply(layer.gate_up, norm(hidden_, layer.mlp_norm, normed_), wide_);
-    gllm_gate(step_.half, step_.gelu, wide_, tokens_, layer.down.inner, inner_);
-    add(layer.down, layer.gated_norm);
+    for_groups([&](int64_t first, int64_t count) {
+      T* hidden = hidden_ + first * width_;
+      add(layer.output, attended_ + first * layer.output.inner, count, layer.attended_norm, hidden);
+      multiply(layer.gate_up, norm(hidden, count, layer.mlp_norm, normed_), count, wide_);
+      gllm_gate(step_.half, step_.gelu, wide_, count, layer.down.inner, gated_);
+      add(layer.down, gated_, count, layer.gated_norm, hidden);
+    });
   }
 
  private:
-  void multiply(const Linear& linear, const T* x, T* y) {
-    gllm_linear(static_cast<int32_t>(linear.format), x, linear.inner, tokens_, linear.weight, linear.inner,
-                linear.outputs, linear.bias, nullptr, y, linear.outputs);
+  // work(first, count) for tokens that are few enough for all that is made of them to stay in the last cache.
+  template <class Work>
+  void for_groups(Work&& work) const {
+    const int64_t groups = divide_up(tokens_, GROUP_TOKENS), most = divide_up(tokens_, groups);
+    for (int64_t first = 0; first < tokens_; first += most) work(first, std::min(most, tokens_ - first));
   }
 
-  T* norm(T* x, const float* weight, T* y) {
+  void multiply(const Linear& linear, const T* x, int64_t count, T* y) {
+    gllm_linear(static_cast<int32_t>(linear.format), x, linear.inner, count, linear.weight, linear.inner,
+                linear.outputs, linear.bias, y, linear.outputs, 0);
+  }
+
+  T* norm(T* x, int64_t count, const float* weight, T* y) {
     if (!weight) return x;
-    gllm_rms_norm(step_.half, x, tokens_, width_, 1, width_, weight, step_.eps, y);
+    gllm_rms_norm(step_.half, x, count, width_, 1, width_, weight, step_.eps, y);
     return y;
   }
 
-  // The product of `inner_`, normalised and scaled, joins the hidden states; rounded at each step of it.
-  void add(const Linear& linear, const float* weight) {
-    multiply(linear, inner_, more_);
-    T* all = norm(more_, weight, normed_);
+  // The product of x, normalised and scaled, joins the hidden states; rounded at each step of it.
+  void add(const Linear& linear, const T* x, int64_t count, const float* weight, T* hidden) {
+    multiply(linear, x, count, more_);
+    T* all = norm(more_, count, weight, normed_);
     const vf factor = splat(step_.multiplier);
-    for_tokens([&](int64_t token) {
-      T *to = hidden_ + token * width_, *more = all + token * width_;
+    for_tokens(count, [&](int64_t token) {
+      T *to = hidden + token * width_, *more = all + token * width_;
       if (step_.multiplier != 1) map(more, width_, [factor](vf x) { return x * factor; }, more);
       map(to, width_, [](vf x, vf y) { return x + y; }, to, more);
     });
   }
 
   // Queries and keys, normalised and turned: queries to a place of their own, keys and values into the cache.
-  void turn_and_store(const Layer& layer) {
+  void turn_and_store(const Layer& layer, int64_t first, int64_t count) {
     const Attention& a = step_.attention;
     const int64_t width = a.width, queries = a.kv_heads * a.group;
-    for_tokens([&](int64_t token) {
-      T* from = wide_ + token * layer.qkv.outputs;
+    for_tokens(count, [&](int64_t index) {
+      T* from = wide_ + index * layer.qkv.outputs;
+      const int64_t token = first + index;
       T* slot = static_cast<T*>(layer.kv) + step_.blocks[token] * a.kv_block + step_.offsets[token] * a.kv_key;
       norm_heads(from, queries, layer.q_norm);
       norm_heads(from + queries * width, a.kv_heads, layer.k_norm);
@@ -128,23 +143,23 @@ class Run {
 
   void attend(const Layer& layer) {
     Attention call = step_.attention;
-    call.q = queries_, call.kv = layer.kv, call.out = inner_, call.window = layer.window;
+    call.q = queries_, call.kv = layer.kv, call.out = attended_, call.window = layer.window;
     gllm_attention(step_.half, &call);
   }
 
   template <class Work>
-  void for_tokens(Work&& work) const {
-    parallel_for((tokens_ + TILE_TOKENS - 1) / TILE_TOKENS, [&](int64_t tile) {
-      for (int64_t token = tile * TILE_TOKENS, end = std::min(tokens_, token + TILE_TOKENS); token < end; token++)
+  void for_tokens(int64_t count, Work&& work) const {
+    parallel_for(divide_up(count, TILE_TOKENS), [&](int64_t tile) {
+      for (int64_t token = tile * TILE_TOKENS, end = std::min(count, token + TILE_TOKENS); token < end; token++)
         work(token);
     });
   }
 
-  static constexpr int64_t TILE_TOKENS = 4;
+  static constexpr int64_t GROUP_TOKENS = 280, TILE_TOKENS = 4;
 
   const Step& step_;
   const int64_t tokens_, width_;  // of hidden states
-  T *hidden_, *normed_, *more_, *wide_, *queries_, *inner_;
+  T *hidden_, *queries_, *attended_, *normed_, *more_, *wide_, *gated_;
 };
 
 template <class T>

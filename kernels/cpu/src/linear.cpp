@@ -79,13 +79,13 @@ extern "C" void gllm_unpack_rows(int32_t half, const void* packed, int64_t inner
 }
 
 // x [rows][inner] -> y [rows][outputs], rows `x_stride` and `y_stride` elements apart, for a packed weight of a format.
-// bias [outputs] and residual (laid out as y, and may be y) may be null.
+// bias [outputs] may be null. `widened`: y is float32, of the results as the format has them.
 extern "C" void gllm_linear(int32_t format, const void* x, int64_t x_stride, int64_t rows, const void* weight,
-                            int64_t inner, int64_t outputs, const void* bias, const void* residual, void* y,
-                            int64_t y_stride) {
+                            int64_t inner, int64_t outputs, const void* bias, void* y, int64_t y_stride,
+                            int32_t widened) {
   if (rows == 0) return;
   of_format(format, [&]<class Format, class T>() {
     multiply<Format, T>({static_cast<const T*>(x), x_stride, rows, static_cast<const char*>(weight), inner, outputs,
-                         static_cast<const T*>(bias), static_cast<const T*>(residual), static_cast<T*>(y), y_stride});
+                         static_cast<const T*>(bias), y, y_stride, widened != 0});
   });
 }

@@ -5,6 +5,8 @@
 
 namespace gllm {
 
+inline int64_t divide_up(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
 using TileFunction = void (*)(void* context, int64_t tile);
 
 int threads();

@@ -1,4 +1,4 @@
-// y = x W^T (+ bias, + residual): how the work is cut, whatever the number format.
+// y = x W^T (+ bias): how the work is cut, whatever the number format.
 //
 // Rows are packed for the time of a call, in blocks of rows that are computed at once. A few blocks take a panel's weights
 // piece by piece, each piece in the first cache for all of them while the next one is fetched; many blocks take the
@@ -16,8 +16,6 @@ constexpr int64_t FEW_BLOCKS = 3;       // at most so many are bound by memory: 
 constexpr int64_t PIECE_BYTES = 8192;   // weights of a piece: it and the next one stay in the first cache
 constexpr int64_t AHEAD_BYTES = 8192;   // how far ahead memory is asked for when there is one block of rows
 
-inline int64_t divide_up(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
 // Memory of the calling thread that grows and stays.
 inline char* scratch(int64_t bytes) {
   static thread_local char* memory = nullptr;
@@ -32,22 +30,23 @@ inline char* scratch(int64_t bytes) {
 }
 
 // The arguments of a product. x [rows][inner] and y [rows][outputs] have rows `x_stride` and `y_stride` elements apart;
-// bias [outputs] and residual (laid out as y, and may be y) may be null.
+// bias [outputs] may be null. `widened`: y is float32, of the results as T has them.
 template <class T>
 struct Operands {
   const T* x;
   int64_t x_stride, rows;
   const char* weight;
   int64_t inner, outputs;
-  const T *bias, *residual;
-  T* y;
+  const T* bias;
+  void* y;
   int64_t y_stride;
+  bool widened;
 };
 
 template <class Format, class T>
 struct Product : Operands<T> {
   using Base = Operands<T>;
-  using Base::bias, Base::inner, Base::outputs, Base::residual, Base::rows, Base::weight, Base::x, Base::x_stride;
+  using Base::bias, Base::inner, Base::outputs, Base::rows, Base::widened, Base::weight, Base::x, Base::x_stride;
   using Base::y, Base::y_stride;
 
   static constexpr int64_t ROWS = Format::ROWS, TILE_BLOCKS = TILE_ROWS / ROWS;
@@ -85,7 +84,7 @@ struct Product : Operands<T> {
     const int64_t end = first_block + TILE_BLOCKS < blocks ? first_block + TILE_BLOCKS : blocks;
     const int64_t count = end - first_block, most = count == 1 || count > FEW_BLOCKS ? steps : PIECE_STEPS;
     const int64_t row = first_block * height, end_row = end == blocks ? rows : end * height;
-    for (int64_t r = row; r < end_row; r++) __builtin_prefetch(y + r * y_stride + panel * COLUMNS, 1);
+    for (int64_t r = row; r < end_row; r++) ask_for_outputs(r * y_stride + panel * COLUMNS);
     for (int64_t step = 0; step < steps; step += most) {
       const char* w = weight + (panel * steps + step) * Format::WEIGHT_BYTES;
       Piece piece{w, nullptr, height, step + most < steps ? most : steps - step, nullptr, Format::WEIGHT_BYTES / count};
@@ -108,14 +107,18 @@ struct Product : Operands<T> {
 
   void finish_vector(const float* sums, int64_t row, int64_t column, int64_t left) {
     vf sum = load(sums);
-    if (left < W) {
-      if (bias) sum += load_part(bias + column, left);
-      if (residual) sum += load_part(residual + row + column, left);
-      return store_part(y + row + column, sum, left);
-    }
-    if (bias) sum += load(bias + column);
-    if (residual) sum += load(residual + row + column);
-    store(y + row + column, sum);
+    if (bias) sum += left < W ? load_part(bias + column, left) : load(bias + column);
+    widened ? put(static_cast<float*>(y) + row + column, rounded<T>(sum), left)
+            : put(static_cast<T*>(y) + row + column, sum, left);
+  }
+
+  template <class To>
+  static void put(To* to, vf values, int64_t left) {
+    left < W ? store_part(to, values, left) : store(to, values);
+  }
+
+  void ask_for_outputs(int64_t at) const {
+    __builtin_prefetch(static_cast<char*>(y) + at * (widened ? sizeof(float) : sizeof(T)), 1);
   }
 };
 

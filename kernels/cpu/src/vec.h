@@ -93,6 +93,14 @@ inline void store_part(T* to, vf x, int64_t count) {
   memcpy(to, whole, count * sizeof(T));
 }
 
+// What is left of numbers that are stored as T.
+template <class T>
+inline vf rounded(vf x) {
+  T stored[W];
+  store(stored, x);
+  return load(stored);
+}
+
 inline float value(float x) { return x; }
 inline float value(bf16 x) {
   uint32_t u = uint32_t{x.bits} << 16;

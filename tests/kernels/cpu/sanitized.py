@@ -27,7 +27,7 @@ def no_weights(inner: int, outputs: int, half: int) -> ctypes.Array:
 
 
 def linear(library: ctypes.CDLL, half: int) -> None:
-    """Sums of ones: each output is `inner`, plus bias and residual."""
+    """Sums of ones: each output is `inner`, plus bias."""
     for inner, outputs, rows in itertools.product((1, 5, 66, 300), (1, 31, 33, 70), (1, 3, 15, 29, 260)):
         if inner > 66 and rows > 29:
             continue
@@ -35,7 +35,7 @@ def linear(library: ctypes.CDLL, half: int) -> None:
         library.gllm_pack(I32(half), buffer(outputs * inner, half, 1), I64(outputs), I64(inner), packed)
         x, y, one = buffer(rows * inner, half, 1), buffer(rows * outputs, half, 1), buffer(outputs, half, 1)
         library.gllm_linear(
-            I32(half), x, I64(inner), I64(rows), packed, I64(inner), I64(outputs), one, y, y, I64(outputs)
+            I32(half), x, I64(inner), I64(rows), packed, I64(inner), I64(outputs), one, y, I64(outputs), I32(0)
         )
         assert len(set(y)) == 1, (inner, outputs, rows)
         ids, found = integers([0, outputs - 1]), buffer(2 * inner, half)
@@ -88,21 +88,26 @@ def address(memory: ctypes.Array) -> int:
 
 
 def attention(library: ctypes.CDLL, half: int) -> None:
-    """Values of one: whatever the weights, their average is one. Sequences: a decode, a chunk, a whole prefill."""
-    kv_heads, counts, lengths = 2, [1, 7, 40], [150, 130, 40]
+    """Values of one: whatever the weights, their average is one.
+
+    Sequences: a decode, a chunk, a whole prefill, and two decodes with a common beginning.
+    """
+    kv_heads, counts, lengths = 2, [1, 7, 40, 1, 1], [150, 130, 40, 400, 410]
     for width, group, size, window in ((8, 1, 16, 0), (65, 3, 1, 0), (80, 9, 24, 33), (33, 13, 300, 0)):
         blocks = [-(-length // size) for length in lengths]
         columns, pool = max(blocks), sum(blocks)
         tables, free = list[int](), list(range(pool))
         for count in blocks:
             tables += [free.pop() for _ in range(count)] + [-1] * (columns - count)
+        common = 399 // size
+        tables[4 * columns : 4 * columns + common] = tables[3 * columns : 3 * columns + common]
         heads, plane = kv_heads * group, pool * kv_heads * size * width
         q, out = buffer(sum(counts) * heads * width, half, 1), buffer(sum(counts) * heads * width, half)
         kv, table = buffer(2 * plane, half, 1), integers(tables)
-        spans = (I32 * 3)(*counts), (I32 * 3)(*lengths)
+        spans = (I32 * 5)(*counts), (I32 * 5)(*lengths)
         strides = heads * width, width, plane, kv_heads * size * width, size * width, width, columns
         call = Attention(address(q), address(kv), address(out), address(table), *map(address, spans))
-        call.strides, call.sizes = strides, (3, kv_heads, group, width, size, window)
+        call.strides, call.sizes = strides, (5, kv_heads, group, width, size, window)
         call.scoring = (0.1, 0.0)
         library.gllm_attention(I32(half), ctypes.byref(call))
         assert list(out) == list(q), (width, group, size, window)
@@ -172,7 +177,7 @@ def layers(library: ctypes.CDLL, half: int) -> None:
     for width, group, joint in ((6, 1, 0), (10, 3, 1)):
         keep, heads = list[ctypes.Array](), KV_HEADS * group
         stack = (Layer * 2)(*(layer_of(half, width, heads, joint, keep) for _ in range(2)))
-        row = 2 * HIDDEN + max((heads + 2 * KV_HEADS) * width, 2 * INNER) + heads * width + max(heads * width, INNER)
+        row = 2 * heads * width + 2 * HIDDEN + max((heads + 2 * KV_HEADS) * width, 2 * INNER) + INNER
         hidden, memory = buffer(TOKENS * HIDDEN, half, 1), buffer(TOKENS * row, half)
         places, table = (integers([0, 1, 1, 2]), integers([1, 0, 1, 0])), integers([0, -1, 1, 2])
         cos, sin, spans = buffer(TOKENS * width, 0, 1), buffer(TOKENS * width, 0), ((I32 * 2)(1, 3), (I32 * 2)(2, 3))

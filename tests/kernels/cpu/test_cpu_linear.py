@@ -22,16 +22,15 @@ def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def compute(linear: PackedLinear, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """The product into the middle of a field of NaN; asserts that the field around it is left alone."""
+def compute(linear: PackedLinear, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The product, in x's dtype or widened, into a field of NaN; asserts that the field around it is left alone."""
     margin, rows, outputs = 3, len(x), linear.outputs
-    field = torch.full((rows + 2 * margin, outputs + margin), float("nan"), dtype=x.dtype)
-    field[margin : margin + rows, :outputs] = float("nan") if residual is None else residual
+    field = torch.full((rows + 2 * margin, outputs + margin), float("nan"), dtype=dtype or x.dtype)
     y = field[margin : margin + rows, :outputs]
     linear.library.linear(
         linear.format, x.data_ptr(), x.stride(0), rows, linear.packed.data_ptr(), linear.inner, outputs,
-        linear.bias.data_ptr() if linear.bias is not None else None, y.data_ptr() if residual is not None else None,
-        y.data_ptr(), field.stride(0),
+        linear.bias.data_ptr() if linear.bias is not None else None, y.data_ptr(), field.stride(0),
+        int(field.dtype != x.dtype),
     )  # fmt: skip
     around = torch.ones_like(field, dtype=torch.bool)
     around[margin : margin + rows, :outputs] = False
@@ -79,14 +78,14 @@ def test_threads_do_not_change_the_bits_of_the_packed_linear(cpu, pool_threads, 
         assert torch.equal(linear(x), expected)
 
 
-@dtypes
-@pytest.mark.parametrize("shape", [(7, 13), (32, 64), (576, 960)], ids=str)
-def test_a_residual_is_added_before_the_rounding(cpu, dtype, shape):
+@every_level
+@pytest.mark.parametrize("shape", [(7, 13), (32, 64), (576, 959)], ids=str)
+def test_widened_results_are_the_rounded_ones_in_float32(cpu, shape):
     inner, outputs = shape
-    weight, residual = random_tensor(outputs, inner, dtype=dtype), random_tensor(20, outputs, dtype=dtype, seed=3) * 50
-    x = random_tensor(20, inner, dtype=dtype, seed=4)
-    expected = (x.float() @ weight.float().T + residual.float()).to(dtype)
-    torch.testing.assert_close(compute(cpu.prepare_linear(weight), x, residual), expected, rtol=8e-3, atol=2e-2)
+    linear = cpu.prepare_linear(random_tensor(outputs, inner).bfloat16(), random_tensor(outputs).bfloat16())
+    for rows in (1, 20, 70):
+        x = random_tensor(rows, inner, seed=rows).bfloat16()
+        assert torch.equal(compute(linear, x, torch.float32), linear(x).float())
 
 
 @every_level
@@ -97,7 +96,7 @@ def test_the_packed_weight_gives_its_rows_back_exactly(cpu, dtype, shape):
     embed, head = cpu.prepare_vocabulary(weight)
     ids = torch.randint(0, shape[1], (50,), generator=torch.Generator().manual_seed(0))
     assert torch.equal(embed(ids), weight[ids])
-    assert torch.equal(head(embed(ids)), cpu.prepare_linear(weight)(weight[ids]))
+    assert torch.equal(head(embed(ids)), cpu.prepare_linear(weight)(weight[ids]).float())
 
 
 def test_a_token_id_outside_the_vocabulary_is_refused(cpu):

@@ -5,7 +5,7 @@ import torch
 from msgspec.structs import replace
 
 from engine import Engine, EngineConfig, SamplingParams
-from kernels import TorchBackend
+from kernels import Heads, TorchBackend
 from kernels.triton.backend import TritonBackend
 from kernels.triton.layers import TritonLayers
 from kernels.triton.state import TritonResident
@@ -36,9 +36,13 @@ def test_an_engine_on_triton_kernels_gives_the_tokens_of_torch(tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {}), ("smollm3", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
-     ("mistral", {"sliding_window": 5})],
-)  # fmt: skip
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {}),
+        ("smollm3", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
+        ("mistral", {"sliding_window": 5}),
+    ],
+)
 def test_layers_in_few_launches_are_those_of_torch(tmp_path, monkeypatch, kind, changes):
     """Logits of a prompt in pieces and of decodes: biases, head norms, layers without rope, windows."""
     save(tmp_path, kind, head_dim=16, num_hidden_layers=2, **changes)
@@ -74,3 +78,11 @@ def test_steps_that_triton_prepares_give_the_tokens_of_torch(tmp_path, monkeypat
     poison(engine)
     assert isinstance(engine.runner.stepper._kept.resident, TritonResident)
     assert run(engine, requests) == expected
+
+
+def test_heads_that_no_kernel_serves_are_prepared_by_the_host():
+    """Plain torch attends for them, which has to know lengths: that cannot be captured."""
+    backend = TritonBackend(deterministic=False)
+    assert backend.resident(torch.device("cuda"), Heads(2, 16), 256) is not None
+    assert backend.resident(torch.device("cuda"), Heads(2, 17), 64) is None
+    assert backend.resident(torch.device("cuda"), Heads(2, 4), 288) is None
