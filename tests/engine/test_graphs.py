@@ -426,6 +426,22 @@ def test_logits_that_are_not_numbers_end_their_own_request_only(make, value):
     assert replies["bad"].tokens == truth["x"].tokens[: len(replies["bad"].tokens)]
 
 
+def test_the_sampler_sees_those_only_who_need_it(make):
+    engine = make(overlap=True)
+    draw, seen = engine.runner._sampler.draw, list[list[str]]()
+
+    def watched(logits: Tensor, sequences: list[Any], positions: Tensor) -> Any:
+        seen.append([sequence.id for sequence in sequences])
+        return draw(logits, sequences, positions)
+
+    engine.runner._sampler.draw = watched
+    short = sampling(8, min_tokens=3, stop_token_ids=list(range(3, 90)), temperature=0.9)
+    jobs = [request("plain", PROMPT, sampling(9, temperature=0.9)), request("short", PROMPT, short),
+            request("scored", PROMPT, sampling(5, logprobs=1))]  # fmt: skip
+    run(engine, jobs)
+    assert seen == [["short", "scored"]] * 3 + [["scored"]] * 2
+
+
 def test_masks_are_obeyed_beside_those_who_have_none(make):
     """Sources are asked outside of the graph; one that comes with a row used again is seen."""
     requests = [request("x", PROMPT, sampling(6)), request("y", PROMPT, sampling(6, temperature=0.8))]
