@@ -220,9 +220,12 @@ class Worker {
   }
 
   void weigh(const Attention& call, int tile, int first, int count, int vectors, Result result) {
-    for (int row = 0; row < count; row++)
-      softmax<M>(scores_ + row * KEYS, seen_by(call, position_of(call, first + row), tile), vectors,
-                 Scoring{call.scale, call.softcap}, weights_ + row * KEYS, result.top[row], result.sum[row]);
+    const Scoring scoring{call.scale, call.softcap};
+    for (int row = 0; row < count; row++) {
+      const Range seen = seen_by(call, position_of(call, first + row), tile);
+      const auto weigh_row = seen.begin == 0 && seen.end >= vectors * W ? softmax<M, true> : softmax<M, false>;
+      weigh_row(scores_ + row * KEYS, seen, vectors, scoring, weights_ + row * KEYS, result.top[row], result.sum[row]);
+    }
   }
 
   // The rows of a head, at most FEW_ROWS.
