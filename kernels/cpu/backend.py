@@ -18,6 +18,7 @@ from kernels.cpu.memory import Arena, make_real
 from kernels.layers import Layer, LayerKind
 from kernels.linear import Linear
 from kernels.resident import ResidentBatch
+from kernels.top import BLOCK
 
 SMALL_POOL = 64 << 20  # bytes of KV memory that are not worth a thread
 
@@ -65,6 +66,14 @@ class CpuBackend(TorchBackend):
         """Never in fewer than 8 bits: what every token goes through twice costs more quality than it saves."""
         packed = self._pack(weight, None, 8 if self._bits else None)
         return packed.rows, packed.widened
+
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        assert logits.dtype == torch.float32
+        assert logits.stride(1) == 1
+        rows, columns = logits.shape
+        maxima, ids = torch.empty(rows, -(-columns // BLOCK)), torch.empty(rows, dtype=torch.int64)
+        self.library.best(logits.data_ptr(), logits.stride(0), rows, columns, maxima.data_ptr(), ids.data_ptr())
+        return maxima, ids
 
     def _pack(self, weight: Tensor, bias: Tensor | None, bits: int | None) -> PackedLinear:
         dtype = self._dtype or weight.dtype

@@ -11,9 +11,12 @@ I32, I64, F32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 COLUMNS = 32
 
 
+ONE = 0x3F800000  # the bits of 1.0
+
+
 def buffer(count: int, half: int, value: int = 0) -> ctypes.Array:
     """`count` numbers, 1.0 or 0.0, as bfloat16 or float32 in memory of exactly that size."""
-    kind, one = (ctypes.c_uint16, 0x3F80) if half else (ctypes.c_uint32, 0x3F800000)
+    kind, one = (ctypes.c_uint16, 0x3F80) if half else (ctypes.c_uint32, ONE)
     return (kind * count)(*[one * value] * count)
 
 
@@ -191,11 +194,22 @@ def layers(library: ctypes.CDLL, half: int) -> None:
         assert [sum(map(bool, kv)) for kv in caches] == [TOKENS * 2 * KV_HEADS * width] * 2
 
 
+def best(library: ctypes.CDLL, half: int) -> None:
+    """The largest of each row stands at its end. Logits are float32, whatever the rows are."""
+    for rows, columns in itertools.product((1, 3), (1, 31, 64, 65, 300)):
+        x, maxima, ids = buffer(rows * columns, 0), buffer(rows * -(-columns // 64), 0), integers([0] * rows)
+        for row in range(rows):
+            x[(row + 1) * columns - 1] = ONE
+        library.gllm_best(x, I64(columns), I64(rows), I64(columns), maxima, ids)
+        assert list(ids) == [columns - 1] * rows
+        assert sum(maxima) == rows * ONE
+
+
 def main(path: str) -> None:
     library = ctypes.CDLL(path)
     for threads in (1, 3):
         library.gllm_set_threads(I32(threads))
-        for case, half in itertools.product((linear, rows_of_heads, gates, cache, attention, layers), (0, 1)):
+        for case, half in itertools.product((linear, rows_of_heads, gates, cache, attention, layers, best), (0, 1)):
             case(library, half)
     print("clean")
 
