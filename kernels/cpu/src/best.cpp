@@ -11,7 +11,7 @@ constexpr int64_t BLOCK = 64;        // columns, as kernels/top.py has them
 constexpr int64_t TILE_BLOCKS = 256;  // of a row
 
 // The larger of two; NaN where one is.
-inline vf larger(vf x, vf y) { return (x >= y) | (x != x) ? x : y; }
+inline vf larger(vf x, vf y) { return ((x >= y) | (x != x)) ? x : y; }
 
 // NaN where one of the numbers is.
 inline float largest_of(const float* x, int64_t count) {
