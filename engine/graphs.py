@@ -17,6 +17,7 @@ from engine.gpumemory import GRAPHS
 PLACES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # of a step in which all decode
 TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048)  # of any other step
 ENTRIES = (16, 64, 256)  # of any other step
+OTHERS = 48  # graphs of any other step: the first prompts of many sizes leave room for those of decodes
 
 
 class Tail(IntEnum):
@@ -62,9 +63,12 @@ def capture(work: Work, pool: Any) -> Callable[[], object]:
 
     All graphs share a memory pool, since no two of them run at the same time.
     """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        work()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            work()
+    finally:
+        torch.cuda.set_stream(stream)  # where torch cannot end a capture, it stays in the capture's stream
     return graph.replay
 
 
@@ -76,8 +80,8 @@ def touch(size: int, device: torch.device) -> None:
 class Graphs(Generic[W]):
     """The works of all forms. The first time, a form's work is done as it is, and then captured for the next time.
 
-    Memory is reserved for GRAPHS of them: further forms are not captured. Where `replays` is set to False, works are
-    done as they are, kernel by kernel: a seam for measurements.
+    Memory is reserved for GRAPHS of them: further forms are not captured, nor are those in `refused`, where capturing
+    failed. Where `replays` is set to False, works are done as they are, kernel by kernel: a seam for measurements.
     """
 
     def __init__(self, make: Callable[[Form], W], device: torch.device, on_compile: Callable[[str], None]) -> None:
@@ -85,6 +89,7 @@ class Graphs(Generic[W]):
         self._captures = device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         self._works, self._replays = dict[Form, W](), dict[Form, Callable[[], object]]()
+        self.refused = dict[Form, str]()
         self._device = device
         self._reserved: object = None  # a pool lives as long as one of its graphs
 
@@ -100,6 +105,7 @@ class Graphs(Generic[W]):
         """The memory that the works were made for is gone."""
         self._works.clear()
         self._replays.clear()
+        self.refused.clear()
 
     @property
     def captured(self) -> int:
@@ -117,10 +123,22 @@ class Graphs(Generic[W]):
         if replay is not None and self.replays:
             replay()
             return
-        captures = self._captures and self.replays and len(self._replays) < GRAPHS
+        captures = self._captures and self.replays and self._has_room(form)
         if captures:
             self._on_compile(f"CUDA graph of {form}")
         work = self.find(form)
         work()
         if captures:
+            self._capture(form, work)
+
+    def _has_room(self, form: Form) -> bool:
+        others = sum(not captured.decodes for captured in self._replays)
+        return form not in self.refused and self.captured < GRAPHS and (form.decodes or others < OTHERS)
+
+    def _capture(self, form: Form, work: W) -> None:
+        """For the next time. This time the work is done, so a capture that fails takes no request along."""
+        try:
             self._replays[form] = capture(work, self._pool)
+        except RuntimeError as error:  # out of memory, or what CUDA does not capture
+            self.refused[form] = f"{type(error).__name__}: {error}"
+            self._on_compile(f"no CUDA graph of {form}, whose kernels are launched one by one: {self.refused[form]}")

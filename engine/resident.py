@@ -132,8 +132,9 @@ class ResidentStepper:
 
     def _next_lane(self) -> Lane:
         lane = self._lanes[self._launched % IN_FLIGHT]
-        if lane.number >= 0:
-            lane.arrival.wait()  # a failed step was never collected
+        if lane.number >= 0:  # a failed step was never collected, and may have failed before all of it was on its way
+            lane.arrival.start()
+            lane.arrival.wait()
         lane.number = self._launched
         self._launched += 1
         return lane

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from benchmarks.gpu.report import Line
 from benchmarks.ours import random_prompts
 from benchmarks.random_model import SHAPES, make_engine
 from engine import Engine, Request, SamplingParams
+from engine.resident import ResidentStepper
 
 SHAPE, NEW = "tiny", 12
 LARGEST_ERROR = 1e-3  # of a logit in float32, beside logits of about 1
@@ -101,7 +102,11 @@ def compare_graphs(machine: Machine) -> list[Line]:
     error = max(abs(one - other) for one, other in zip(first[1], again[1], strict=True))
     same = sum(one == other for name in first[0] for one, other in zip(first[0][name], without[0][name], strict=True))
     total = sum(map(len, first[0].values()))
+    graphs = cast("ResidentStepper", engine.runner.stepper).graphs
+    captured = machine.dry or (graphs.captured > 0 and not graphs.refused)
+    refused = "".join(f"; none of {form}: {why}" for form, why in graphs.refused.items())
     return [
+        Line(name="engine: captured graphs", value=graphs.captured, unit="graphs", ok=captured, said=refused[2:302]),
         Line(name="engine: replayed graphs", value=error, unit="error", ok=first == again,
              said="of log-probabilities, beside those of the steps that were captured; tokens and these must be equal"),
         Line(name="engine: tokens by graphs", ok=same == total, said=f"{same} of {total} are those without graphs"),

@@ -51,10 +51,66 @@ def test_work_is_captured_into_the_shared_pool(monkeypatch):
     recorded = SimpleNamespace(name="graph", replay=lambda: log.append("replayed"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: recorded)
     monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream")
+    monkeypatch.setattr(torch.cuda, "set_stream", log.append)
     replay = capture(lambda: log.append("done"), "the pool")
     replay()
     # Only this thread's calls may break a capture: others of the process are none of its business.
-    assert log == [("graph", "the pool", "thread_local"), "done", "recorded", "replayed"]
+    assert log == [("graph", "the pool", "thread_local"), "done", "recorded", "the stream", "replayed"]
+
+
+def test_a_capture_that_cannot_be_ended_leaves_its_stream(monkeypatch):
+    """torch.cuda.graph leaves it only where ending succeeds."""
+    log: list[object] = []
+
+    @contextmanager
+    def recording(graph: Any, pool: object, capture_error_mode: str) -> Iterator[None]:
+        yield
+        raise RuntimeError("invalidated")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream")
+    monkeypatch.setattr(torch.cuda, "set_stream", log.append)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        capture(lambda: None, "the pool")
+    assert log == ["the stream"]
+
+
+def test_a_capture_that_fails_takes_no_request_along_and_is_not_tried_again(make_resident, monkeypatch):
+    truth = run(make_resident(graphs=False), mixed_batch())
+    engine = make_resident(overlap=True)
+    captures, graphs = Captures(monkeypatch, engine), engine.runner.stepper.graphs
+    capturing = captures.capture
+
+    def fail(work: Any, pool: object) -> Any:
+        if work.form.decodes and work.form.tail is Tail.RANDOM:
+            raise torch.OutOfMemoryError("no room")
+        return capturing(work, pool)
+
+    monkeypatch.setattr("engine.graphs.capture", fail)
+    for _ in range(2):
+        assert run(engine, mixed_batch()) == truth
+    assert graphs.refused
+    assert set(graphs.refused.values()) == {"OutOfMemoryError: no room"}
+    assert captures.replays
+    for form in graphs.refused:
+        said = [line for line in captures.log if str(form) in line]
+        assert said == [f"CUDA graph of {form}", f"no CUDA graph of {form}, whose kernels are launched one by one:"
+                        " OutOfMemoryError: no room"]  # fmt: skip
+
+
+def test_prompts_of_many_sizes_leave_room_for_graphs_of_decodes(make_resident, monkeypatch):
+    monkeypatch.setattr("engine.resident.TOKENS", range(1, 200))
+    monkeypatch.setattr("engine.graphs.GRAPHS", 5)
+    monkeypatch.setattr("engine.graphs.OTHERS", 3)
+    engine = make_resident(max_sequences=4)
+    captures = Captures(monkeypatch, engine)
+    for length in range(3, 12):
+        run(engine, [request(f"{length}", PROMPT[:length], sampling(1))])
+    run(engine, [request(f"{n}", PROMPT[:3], sampling(3 + n)) for n in range(4)])
+    kinds = [" decodes" in said for said in captures.log]
+    assert (kinds.count(False), kinds.count(True)) == (3, 2)
 
 
 def test_memory_of_captures_is_taken_as_one_piece_of_their_pool(make_resident, monkeypatch):
