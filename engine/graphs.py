@@ -24,7 +24,7 @@ class Tail(IntEnum):
 
     GREEDY = 0
     RANDOM = 1  # drawn, with filters or without, by what the device keeps of each row
-    LOGITS = 2  # penalties, bias, masks, log-probabilities: the sampler chooses, outside of the graph
+    LOGITS = 2  # the same; for those with penalties, a bias, a mask or log-probabilities the sampler chooses afterwards
 
 
 class Form(NamedTuple):

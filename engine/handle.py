@@ -11,14 +11,28 @@ from engine.scoring import PromptScores
 from kernels import Arrival
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Tokens on their way: that of each of these entries lies in a place of `drawn`."""
+
+    drawn: Drawn
+    entries: Sequence[int]
+    places: Sequence[int]
+
+    def put(self, sampled: Sampled) -> None:
+        """To where the entries' results belong; on the host."""
+        ids, broken, logprobs = self.drawn.ids.tolist(), self.drawn.broken.tolist(), self.drawn.logprobs
+        for place, index in zip(self.places, self.entries, strict=True):
+            sampled.tokens[index], sampled.logprobs[index] = ids[place], logprobs[place]
+            sampled.broken[index] |= broken[place] > 0
+
+
 @dataclass(slots=True)
 class Handle:
     """A launched step, to be collected. Results are keyed by the plan's entries."""
 
     plan: Plan
-    sampling: Sequence[int]  # entries that sample
-    drawn: Drawn | None
-    places: Sequence[int]  # where in `drawn` each of them is
+    draws: list[Draws]  # of all entries that sample
     broken: Tensor  # by entry: whether one of its checked hidden states is not finite
     arrival: Arrival  # of all that is here on the host
     prompts: dict[int, PromptScores] = field(default_factory=dict[int, PromptScores])  # by entry
@@ -29,11 +43,8 @@ class Handle:
         self.arrival.wait()
         count = len(self.plan.entries)
         sampled = Sampled([None] * count, [flag > 0 for flag in self.broken.tolist()], [None] * count, [None] * count)
-        if self.drawn is not None:
-            ids, broken, logprobs = self.drawn.ids.tolist(), self.drawn.broken.tolist(), self.drawn.logprobs
-            for place, index in zip(self.places, self.sampling, strict=True):
-                sampled.tokens[index], sampled.logprobs[index] = ids[place], logprobs[place]
-                sampled.broken[index] |= broken[place] > 0
+        for draws in self.draws:
+            draws.put(sampled)
         for index, scores in self.prompts.items():
             sampled.prompt_logprobs[index] = scores.rows()
             sampled.broken[index] |= not scores.finite

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch, build_batch
-from engine.handle import Handle
+from engine.handle import Draws, Handle
 from engine.model import Inputs
 from engine.plan import Plan, Sampled
 from engine.sampler import Drawn
@@ -44,10 +44,12 @@ class HostedStepper:
         batch = build_batch(plan, self.tables, self._last_token, parts.block_size, parts.heads, windowed=parts.windowed)
         began = perf_counter_ns()
         hidden = parts.model.forward(batch.inputs, self._cache)
-        drawn = self._draw(hidden, batch) if batch.sampling else None
+        draws: list[Draws] = []
+        if batch.sampling:
+            drawn = self._draw(hidden, batch).download()
+            draws.append(Draws(drawn, batch.sampling, range(len(batch.sampling))))
         broken = download(_find_broken(hidden, batch))
-        places = range(len(batch.sampling))
-        handle = Handle(plan, batch.sampling, drawn and drawn.download(), places, broken, Arrival(parts.device))
+        handle = Handle(plan, draws, broken, Arrival(parts.device))
         for index, entry in enumerate(plan.entries):
             if PromptScores.wanted(entry):
                 states = hidden[batch.first_tokens[index] :][: entry.count]

@@ -81,10 +81,15 @@ class Decoder:
 
     def _fuse(self) -> Layers | None:
         config = self.config
-        if config.residual_multiplier != 1.0:
-            return None
-        gelu = config.activation != "silu"
-        kind = LayerKind(config.head_dim, config.norm_eps, config.scale, config.attention_softcap, gelu)
+        kind = LayerKind(
+            head_dim=config.head_dim,
+            eps=config.norm_eps,
+            scale=config.scale,
+            softcap=config.attention_softcap,
+            gelu=config.activation != "silu",
+            joint_norms=config.joint_qk_norm,
+            multiplier=config.residual_multiplier,
+        )
         return self._backend.fuse(self._layers, kind)
 
     def _attend(self, layer: Layer, hidden: Tensor, kv: Tensor, inputs: Inputs, turn: Turn | None) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.config import IN_FLIGHT
 from engine.differences import Differences
 from engine.graphs import ENTRIES, PLACES, TOKENS, Form, Graphs, Tail, at_least, grid
-from engine.handle import Handle
+from engine.handle import Draws, Handle
 from engine.plan import Entry, Plan, Sampled
 from engine.sampler import Drawn
 from engine.sampling.adjust import is_short
@@ -108,8 +108,9 @@ class ResidentStepper:
         self._differences.write_tables(plan.blocks)
         lane = self._next_lane()
         began = perf_counter_ns()
-        work = self._compute(plan, lane)
-        handle = self._hand_over(plan, work, lane)
+        tails = self._tails_of(plan.entries)
+        work = self._compute(plan, max(tails), lane)
+        handle = self._hand_over(plan, tails, work, lane)
         if self._parts.device.type == "cpu":
             self.device_ns += perf_counter_ns() - began
         return handle
@@ -137,10 +138,10 @@ class ResidentStepper:
         self._launched += 1
         return lane
 
-    def _compute(self, plan: Plan, lane: Lane) -> StepWork:
+    def _compute(self, plan: Plan, tail: Tail, lane: Lane) -> StepWork:
         entries = plan.entries
         scores = any(PromptScores.wanted(entry) for entry in entries)
-        form = self._form(entries)
+        form = self._form(entries, tail)
         if scores or not self._fits(form, entries):
             form = form._replace(tokens=plan.tokens, entries=len(entries))
             splits = self._resident.splits([entry.start + entry.count for entry in entries if entry.count == 1])
@@ -154,9 +155,8 @@ class ResidentStepper:
         self.graphs.run(form)
         return work
 
-    def _form(self, entries: list[Entry]) -> Form:
+    def _form(self, entries: list[Entry], tail: Tail) -> Form:
         """What holds the step; of more tokens than any bucket there are as many as there are."""
-        tail = self._tail([entry.row for entry in entries if entry.samples])
         if all(entry.fed for entry in entries):
             places = at_least(self._places, len(entries))
             return Form(True, places, places, tail)
@@ -164,11 +164,15 @@ class ResidentStepper:
         tokens = at_least(self._tokens, tokens) if tokens <= self._tokens[-1] else tokens
         return Form(False, tokens, at_least(self._entries, len(entries)), tail)
 
-    def _tail(self, rows: list[int]) -> Tail:
-        """The largest that one of these rows, which sample, needs."""
-        if any(row in self._short and is_short(self._short[row]) for row in rows):
-            return Tail.LOGITS
-        return max((self._tails[row] for row in rows), default=Tail.GREEDY)
+    def _tails_of(self, entries: list[Entry]) -> list[Tail]:
+        """What each entry needs, as far as it samples."""
+        tails = [self._tails[entry.row] if entry.samples else Tail.GREEDY for entry in entries]
+        if self._short:
+            for index, entry in enumerate(entries):
+                short = self._short.get(entry.row)
+                if entry.samples and short is not None and is_short(short):
+                    tails[index] = Tail.LOGITS
+        return tails
 
     def _room(self, form: Form) -> int:
         return min(form.entries * self._row_splits, MOST_SPLITS)
@@ -219,33 +223,32 @@ class ResidentStepper:
             else:
                 numbers.extend(entry.sequence.tokens[entry.start : entry.start + entry.count])
 
-    def _hand_over(self, plan: Plan, work: StepWork, lane: Lane) -> Handle:
+    def _hand_over(self, plan: Plan, tails: list[Tail], work: StepWork, lane: Lane) -> Handle:
         """Start the results on their way to the host."""
         results = lane.results[: 3 * work.form.entries].view(3, -1)
         send(work.results, results)
-        sampling = [index for index, entry in enumerate(plan.entries) if entry.samples]
-        drawn, places = Drawn(results[0], results[1]), sampling
+        inside = [index for index, entry in enumerate(plan.entries) if entry.samples and tails[index] < Tail.LOGITS]
+        draws = [Draws(Drawn(results[0], results[1]), inside, inside)]
         if work.form.tail is Tail.LOGITS:
-            drawn, places = self._draw(plan, sampling).download(), range(len(sampling))
-        broken = results[2][: len(plan.entries)]
-        handle = Handle(plan, sampling, drawn, places, broken, lane.arrival, number=lane.number)
+            draws.append(self._draw(plan, [index for index, tail in enumerate(tails) if tail is Tail.LOGITS]))
+        handle = Handle(plan, draws, results[2][: len(plan.entries)], lane.arrival, number=lane.number)
         if work.hidden is not None:
             self._score(work.hidden, handle)
         lane.arrival.start()
         return handle
 
-    def _draw(self, plan: Plan, sampling: list[int]) -> Drawn:
-        """Tokens of the entries that sample, by the sampler, which gets to know their rows when it first sees them."""
-        entries = [plan.entries[index] for index in sampling]
+    def _draw(self, plan: Plan, chosen: list[int]) -> Draws:
+        """Tokens of these entries by the sampler, which gets to know their rows when it first sees them."""
+        entries = [plan.entries[index] for index in chosen]
         for entry in entries:
             if entry.row not in self._opened:
                 self._opened.add(entry.row)
                 self._parts.sampler.open(entry.sequence)
-        lists = [sampling, [entry.row for entry in entries], [entry.start + entry.count for entry in entries]]
+        lists = [chosen, [entry.row for entry in entries], [entry.start + entry.count for entry in entries]]
         index, rows, positions = upload_all(lists, self._parts.device)
         drawn = self._parts.sampler.draw(self._kept.logits[index], [entry.sequence for entry in entries], positions)
         self._kept.state.last_tokens[rows] = drawn.ids.to(torch.int32)
-        return drawn
+        return Draws(drawn.download(), chosen, range(len(chosen)))
 
     def _score(self, hidden: Tensor, handle: Handle) -> None:
         first = 0

@@ -85,7 +85,7 @@ class Runner:
     def _make_stepper(self, config: EngineConfig) -> Stepper:
         """What computes steps, with its state of each row."""
         model = self.model_config
-        self._sampler = Sampler(self.max_sequences, model.vocab_size, self.device)
+        self._sampler = Sampler(self.max_sequences, model.vocab_size, self.device, self._backend.best)
         self._heads = Heads(model.kv_heads, model.heads // model.kv_heads)
         parts = Parts(
             device=self.device, model=self.model, sampler=self._sampler, heads=self._heads, rows=self.max_sequences,

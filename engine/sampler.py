@@ -5,6 +5,7 @@ the others go through temperature, top-k, top-p and min-p (filters) and draw wit
 those of the raw logits (logprobs). What a batch does not use costs it nothing, and nothing waits for the device.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -18,10 +19,11 @@ from engine.sampling.draw import Pool, draw_pool
 from engine.sampling.logprobs import Scored, score_tokens, token_logprobs
 from engine.sampling.rows import Rows, Trait
 from engine.sequence import Sequence
-from kernels import block_maxima, download, first_argmax, row_keys, upload
+from kernels import best, download, row_keys, upload
 
 __all__ = ["Drawn", "Sampler", "token_logprobs"]
 
+Best = Callable[[Tensor], tuple[Tensor, Tensor]]
 GROUP = 1 << 20  # numbers of a CPU's pass over several rows: more would leave its last cache between passes
 
 
@@ -52,7 +54,9 @@ class Drawn:
 class Sampler:
     """Sampling parameters and what penalties count live on the device, in the rows of running sequences."""
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, vocab_size: int, device: torch.device, best: Best = best) -> None:
+        """`best` finds the largest logits as kernels.top.best does."""
+        self._best = best
         self._vocab = torch.arange(vocab_size, dtype=torch.int32, device=device)
         self._rows = Rows(rows, vocab_size, device)
         self._device = device
@@ -65,14 +69,13 @@ class Sampler:
         """Tokens for logits [B, vocabulary] (float32, may be changed); positions [B] are those of the new tokens."""
         traits = [self._rows.traits[sequence.row] for sequence in sequences]
         used = reduce(or_, traits, Trait(0))
-        maxima = block_maxima(logits)
+        maxima, ids = self._best(logits)
         broken = ~torch.isfinite(maxima.amax(-1))
         wanted = [i for i, trait in enumerate(traits) if trait & Trait.LOGPROBS]
         raw = logits[self._tensor(wanted)] if wanted else None  # a copy: what follows changes the logits
         if adjust(logits, sequences, traits, self._rows):
-            maxima = block_maxima(logits)
+            maxima, ids = self._best(logits)
             broken |= maxima.amax(-1) == -torch.inf  # nothing is allowed
-        ids = first_argmax(logits, maxima)
         if used & Trait.RANDOM:
             self._draw_random(logits, maxima, sequences, traits, positions, ids)
         ids.masked_fill_(broken, 0)

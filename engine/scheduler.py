@@ -249,15 +249,10 @@ class Scheduler:
             sequence.mask_source.advance(token)
         self.counters.generation_tokens += 1
         logprobs = None if logprob is None else [logprob]
-        reason = self._ending(sequence, token)
+        reason = sequence.ending(token)
         if reason is not None:
             return self._finish(sequence, reason, [token], logprobs, prompt_logprobs)
         return sequence.delta([token], logprobs, prompt_logprobs)
-
-    def _ending(self, sequence: Sequence, token: int) -> FinishReason | None:
-        if token in sequence.end_ids and sequence.output_length > sequence.request.sampling.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
 
     # -- leaving --------------------------------------------------------------------------------------------------
 

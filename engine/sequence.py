@@ -127,6 +127,12 @@ class Sequence:
     def output_length(self) -> int:
         return len(self.tokens) - self.prompt_length
 
+    def ending(self, token: int) -> FinishReason | None:
+        """Why the reply ends with this token, its newest; None: it goes on."""
+        if token in self.end_ids and self.output_length > self.request.sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.limit else None
+
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.request.sampling.prompt_logprobs is not None

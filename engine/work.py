@@ -89,8 +89,7 @@ class StepWork:
         logits = kept.parts.logits(hidden)
         if tail is Tail.LOGITS:
             kept.logits[: len(logits)].copy_(logits)
-            return
-        random = tail is Tail.RANDOM
+        random = tail > Tail.GREEDY
         kept.lottery.draw(
             logits, step.rows, step.ends, kept.state.parameters, self.results[0], self.results[1],
             random=random, filtered=random,

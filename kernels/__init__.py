@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kernels.noise import gumbel, ranks, reach, row_keys
     from kernels.resident import Lottery, Parameters, Resident, ResidentBatch, State, Step
     from kernels.select import KernelsMissingError, select
-    from kernels.top import block_maxima, first_argmax, largest, members, top_columns
+    from kernels.top import best, block_maxima, first_argmax, largest, members, top_columns
     from kernels.transfer import Arrival, download, page_locked, send, to_device, upload, upload_all
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "State",
     "Step",
     "TorchBackend",
+    "best",
     "block_maxima",
     "download",
     "first_argmax",

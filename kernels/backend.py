@@ -13,6 +13,7 @@ from kernels.linear import Linear, prepare_linear
 from kernels.plain_resident import PlainResident
 from kernels.reference import GELU_CUBIC, GELU_SCALE
 from kernels.resident import Resident, ResidentBatch
+from kernels.top import best
 
 Embedding = Callable[[Tensor], Tensor]  # ids [T] -> [T, hidden]
 
@@ -41,6 +42,10 @@ class Backend(Protocol):
     def prepare_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear: ...
 
     def prepare_embedding(self, weight: Tensor) -> Embedding: ...
+
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As kernels.top.best, of logits [B, vocabulary] in float32; for a row with NaN the column may be any."""
+        ...
 
     def prepare_vocabulary(self, weight: Tensor) -> tuple[Embedding, Linear]:
         """The rows of a head's weight [vocabulary, hidden], for embeddings tied to it, and the head: of one copy.
@@ -112,6 +117,9 @@ class TorchBackend:
 
     def prepare_embedding(self, weight: Tensor) -> Embedding:
         return lambda ids: weight[ids]
+
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return best(logits)
 
     def prepare_vocabulary(self, weight: Tensor) -> tuple[Embedding, Linear]:
         return self.prepare_embedding(weight), self.prepare_linear(weight)

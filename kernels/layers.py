@@ -40,6 +40,8 @@ class LayerKind(NamedTuple):
     scale: float  # of the scores
     softcap: float | None
     gelu: bool  # else SiLU
+    joint_norms: bool  # q and k: all heads of a token together, else each
+    multiplier: float  # of what is added to hidden states
 
 
 class Layers(Protocol):

@@ -19,6 +19,12 @@ def block_maxima(x: Tensor) -> Tensor:
     return torch.cat((maxima, x[:, whole * BLOCK :].amax(-1, keepdim=True)), 1)
 
 
+def best(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest number of each block and each row's first column of its largest: see below. x [B, N]."""
+    maxima = block_maxima(x)
+    return maxima, first_argmax(x, maxima)
+
+
 def members(x: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The numbers in blocks [B, K] of x [B, N], and their columns: both [B, K * BLOCK]. -inf beyond the end of x."""
     columns = (blocks[:, :, None] * BLOCK + torch.arange(BLOCK, device=x.device)).flatten(1)

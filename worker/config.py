@@ -246,12 +246,7 @@ OPTIONS: tuple[Option, ...] = (
         read=choice("auto", "torch", "cpu", "triton"),
         help="Who computes: cpu (C++ kernels), triton (on CUDA), torch, or auto: C++ or Triton where it can be had.",
     ),
-    Option(
-        name="graphs",
-        read=automatic,
-        bare="true",
-        help="Capture whole steps as CUDA graphs: auto (on CUDA with Triton), true or false; alone it means true.",
-    ),
+    Option(name="graphs", read=automatic, bare="true", help="CUDA graphs of whole steps: auto, true or false."),
     Option(
         name="quantize",
         read=choice("none", "int8", "int4"),

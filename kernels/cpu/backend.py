@@ -18,6 +18,7 @@ from kernels.cpu.memory import Arena, make_real
 from kernels.layers import Layer, LayerKind
 from kernels.linear import Linear
 from kernels.resident import ResidentBatch
+from kernels.top import BLOCK
 
 SMALL_POOL = 64 << 20  # bytes of KV memory that are not worth a thread
 
@@ -66,6 +67,14 @@ class CpuBackend(TorchBackend):
         packed = self._pack(weight, None, 8 if self._bits else None)
         return packed.rows, packed.widened
 
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        assert logits.dtype == torch.float32
+        assert logits.stride(1) == 1
+        rows, columns = logits.shape
+        maxima, ids = torch.empty(rows, -(-columns // BLOCK)), torch.empty(rows, dtype=torch.int64)
+        self.library.best(logits.data_ptr(), logits.stride(0), rows, columns, maxima.data_ptr(), ids.data_ptr())
+        return maxima, ids
+
     def _pack(self, weight: Tensor, bias: Tensor | None, bits: int | None) -> PackedLinear:
         dtype = self._dtype or weight.dtype
         if bits is None:
@@ -82,10 +91,8 @@ class CpuBackend(TorchBackend):
         make_real(cache, self.library.populate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if weight.dtype != x.dtype:  # 1 + weight of a Gemma, kept in float32
-            return self.rms_norm(x.float(), weight.float(), eps).to(x.dtype)
         assert weight.shape == x.shape[-1:]
-        assert weight.is_contiguous()
+        weight = weight.float().contiguous()
         x, (tokens, stride, heads, width) = _heads(x)
         y = torch.empty(x.shape, dtype=x.dtype)
         self.library.rms_norm(

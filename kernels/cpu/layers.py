@@ -43,9 +43,8 @@ class _Step(ctypes.Structure):
         ("cos", ctypes.c_void_p * ROPES),
         ("sin", ctypes.c_void_p * ROPES),
         ("tokens", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-        ("half", ctypes.c_int32),
-        ("gelu", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in ("eps", "multiplier")),
+        *((name, ctypes.c_int32) for name in ("half", "gelu", "joint")),
         ("attention", AttentionCall),
     )
 
@@ -55,7 +54,11 @@ class FusedLayers:
 
     def __init__(self, library: Library, layers: Sequence[Layer], kind: LayerKind, dtype: torch.dtype) -> None:
         self._library, self._parts, self._kind, self._dtype = library, list(layers), kind, dtype
-        self._layers = (_Layer * len(layers))(*(_layer(parts) for parts in layers))
+        # Float32 holds each weight of fewer bits exactly.
+        self._norms = [{name: norm.float().contiguous() for name, norm in _norms(parts)} for parts in layers]
+        pairs = zip(layers, self._norms, strict=True)
+        self._layers = (_Layer * len(layers))(*(_layer(parts, norms) for parts, norms in pairs))
+        self._same = {"eps": kind.eps, "multiplier": kind.multiplier, "gelu": kind.gelu, "joint": kind.joint_norms}
         first = self._layers[0]
         self._hidden, self._queries = first.qkv.inner, first.output.inner
         # As layers.cpp takes them: queries and attended; of a group hidden states twice, qkv or gate_up, gated.
@@ -63,7 +66,7 @@ class FusedLayers:
 
     @classmethod
     def of(cls, library: Library, layers: Sequence[Layer], kind: LayerKind) -> "FusedLayers | None":
-        """None for layers that are not all alike, and for norms that layers.cpp does not have."""
+        """None for layers that are not all alike."""
         linears = [
             [linear for name in _LINEARS if isinstance(linear := getattr(parts, name), PackedLinear)]
             for parts in layers
@@ -71,15 +74,11 @@ class FusedLayers:
         shapes = {tuple((linear.inner, linear.outputs, linear.dtype) for linear in layer) for layer in linears}
         if len(shapes) != 1 or len(linears[0]) != len(_LINEARS) or len({linear.dtype for linear in linears[0]}) != 1:
             return None
-        hidden, dtype = linears[0][0].inner, linears[0][0].dtype
-        widths = {"q_norm": kind.head_dim, "k_norm": kind.head_dim}
-        for parts in layers:
-            norms = {name: weight for name in _NORMS if (weight := getattr(parts, name)) is not None}
-            if any(w.dtype != dtype or len(w) != widths.get(name, hidden) for name, w in norms.items()):
-                return None
-            if parts.rope is not None and parts.rope >= ROPES:
-                return None
-        return cls(library, layers, kind, dtype)
+        widths = _norm_widths(linears[0][0], linears[0][1], kind)
+        assert all(len(norm) == widths[name] for parts in layers for name, norm in _norms(parts))
+        if any(parts.rope is not None and parts.rope >= ROPES for parts in layers):
+            return None
+        return cls(library, layers, kind, linears[0][0].dtype)
 
     def __call__(
         self,
@@ -100,8 +99,7 @@ class FusedLayers:
         call.q_token, call.q_head = self._queries, self._kind.head_dim
         step = _Step(
             hidden=hidden.data_ptr(), memory=memory.data_ptr(), blocks=blocks.data_ptr(), offsets=offsets.data_ptr(),
-            tokens=tokens, eps=self._kind.eps, half=int(self._dtype == torch.bfloat16), gelu=int(self._kind.gelu),
-            attention=call,
+            tokens=tokens, half=int(self._dtype == torch.bfloat16), attention=call, **self._same,
         )  # fmt: skip
         for number, (cos, sin) in enumerate(turns):
             step.cos[number], step.sin[number] = cos.data_ptr(), sin.data_ptr()
@@ -136,10 +134,21 @@ class FusedLayers:
             assert angles.is_contiguous()
 
 
-def _layer(parts: Layer) -> _Layer:
-    weights = {name: getattr(parts, name) for name in _NORMS}
+def _norms(parts: Layer) -> list[tuple[str, Tensor]]:
+    """The norms that a layer has."""
+    return [(name, weight) for name in _NORMS if (weight := getattr(parts, name)) is not None]
+
+
+def _norm_widths(qkv: PackedLinear, output: PackedLinear, kind: LayerKind) -> dict[str, int]:
+    """What layers.cpp takes norms to be as wide as."""
+    queries, keys = output.inner, (qkv.outputs - output.inner) // 2
+    heads = (queries, keys) if kind.joint_norms else (kind.head_dim, kind.head_dim)
+    return {**dict.fromkeys(_NORMS, qkv.inner), "q_norm": heads[0], "k_norm": heads[1]}
+
+
+def _layer(parts: Layer, norms: dict[str, Tensor]) -> _Layer:
     return _Layer(
-        **{name: None if weight is None else weight.data_ptr() for name, weight in weights.items()},
+        **{name: weight.data_ptr() for name, weight in norms.items()},
         **{name: _linear(getattr(parts, name)) for name in _LINEARS},
         window=parts.window or 0,
         rope=-1 if parts.rope is None else parts.rope,

@@ -29,6 +29,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "gllm_rms_norm": (I32, P, I64, I64, I64, I64, P, F32, P),
     "gllm_rope": (I32, P, I64, I64, I64, I64, P, P, P),
     "gllm_gate": (I32, I32, P, I64, I64, P),
+    "gllm_best": (P, I64, I64, I64, P, P),
     "gllm_store_kv": (I32, P, P, I64, P, P, P),
     "gllm_attention": (I32, P),
     "gllm_layers": (P, P, I64),

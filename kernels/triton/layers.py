@@ -60,8 +60,8 @@ class TritonLayers:
 
     @staticmethod
     def serve(layers: Sequence[Layer], kind: LayerKind) -> bool:
-        """Norms before attention and MLP and not after them, and heads that are normalised one by one if at all."""
-        return all(
+        """Norms before attention and MLP and not after them, heads normalised one by one if at all, plain additions."""
+        return kind.multiplier == 1.0 and all(
             layer.input_norm is not None
             and layer.mlp_norm is not None
             and layer.post_attention_norm is None

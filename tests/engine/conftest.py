@@ -55,3 +55,13 @@ def make_engine(checkpoints: Checkpoints) -> Callable[..., Engine]:
         return engine
 
     return make
+
+
+@pytest.fixture
+def make_resident(make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+    """The same, but its steps are prepared on the device, by works that a graph could hold."""
+
+    def made(**settings: Any) -> Engine:
+        return make_engine(**{"kernels": "torch", "graphs": True} | settings)
+
+    return made

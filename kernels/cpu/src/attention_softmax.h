@@ -45,20 +45,27 @@ inline vi inside(Range seen, int v) {
   return (key >= seen.begin) & (key < seen.end);
 }
 
+// Lanes of vector `v` that the row does not see become `other`; WHOLE: it sees them all.
+template <bool WHOLE>
+inline vf masked(Range seen, int v, vf x, float other) {
+  if constexpr (WHOLE) return x;
+  return inside(seen, v) ? x : splat(other);
+}
+
 // From products of a row with `vectors` vectors of keys to their weights, the largest score and the sum of the weights.
-template <class M>
+template <class M, bool WHOLE>
 void softmax(float* products, Range seen, int vectors, Scoring scoring, typename M::Weight* weights, float& top,
              float& sum) {
   vf highest = splat(-INFINITY), total{};
   for (int v = 0; v < vectors; v++) {
-    vf scores = inside(seen, v) ? scoring(load(products + v * W)) : splat(-INFINITY);
+    vf scores = masked<WHOLE>(seen, v, scoring(load(products + v * W)), -INFINITY);
     store(products + v * W, scores);
     highest = max(highest, scores);
   }
   top = largest(highest);
   for (int v = 0; v < vectors; v++) {
     vf found = exp_negative(load(products + v * W) - splat(top));
-    total += M::keep(weights + v * W, inside(seen, v) ? found : vf{});
+    total += M::keep(weights + v * W, masked<WHOLE>(seen, v, found, 0.0f));
   }
   sum = gllm::sum(total);
 }

@@ -173,24 +173,24 @@ class Worker {
     total_ = Result::in(total_memory_.get(Result::floats(rows, columns_)), rows, columns_);
     uint32_t* to = queries_.get((rows + FEW_ROWS) * elements_);  // the last head's rows are read on to a full number
     std::fill_n(to + rows * elements_, FEW_ROWS * elements_, 0);
-    for (int row = 0; row < rows; row++, to += elements_)
+    for_rows(call, [&](int row, int64_t token, int64_t head) {
+      const T* query = static_cast<const T*>(call.q) + token * call.q_token + head * call.q_head;
       for (int d = 0; d < call.width; d += W * M::PER_ELEMENT)
-        write(to + d / M::PER_ELEMENT, M::read(query(call, row) + d, call.width - d));
+        write(to + row * elements_ + d / M::PER_ELEMENT, M::read(query + d, call.width - d));
+    });
   }
 
-  // Rows lie head by head, position by position, the group's query heads inside.
-  int token_of(const Attention& call, int row) const {
-    const int query = row % rows_ / call.group;
-    return together_ ? together_->tokens[query] : unit_.token + query;
+  // Rows lie head by head, position by position, the group's query heads inside: work(row, token, query head) for each.
+  template <class Work>
+  void for_rows(const Attention& call, Work&& work) const {
+    for (int head = 0, row = 0; head < unit_.heads; head++)
+      for (int query = 0; query < unit_.queries; query++) {
+        const int token = together_ ? together_->tokens[query] : unit_.token + query;
+        for (int own = 0; own < call.group; own++, row++) work(row, token, (unit_.head + head) * call.group + own);
+      }
   }
-  int head_of(const Attention& call, int row) const {
-    return (unit_.head + row / rows_) * call.group + row % call.group;
-  }
+
   int position_of(const Attention& call, int row) const { return unit_.position + row % rows_ / call.group; }
-
-  const T* query(const Attention& call, int row) const {
-    return static_cast<const T*>(call.q) + token_of(call, row) * call.q_token + head_of(call, row) * call.q_head;
-  }
 
   void attend_tile(const Attention& call, int tile, int head, const Rows<T>& rows, Shared* shared, const Rows<T>& next) {
     if (rows_ <= FEW_ROWS) return attend_few(call, tile, head * rows_, rows, shared, next);
@@ -220,9 +220,14 @@ class Worker {
   }
 
   void weigh(const Attention& call, int tile, int first, int count, int vectors, Result result) {
-    for (int row = 0; row < count; row++)
-      softmax<M>(scores_ + row * KEYS, seen_by(call, position_of(call, first + row), tile), vectors,
-                 Scoring{call.scale, call.softcap}, weights_ + row * KEYS, result.top[row], result.sum[row]);
+    const Scoring scoring{call.scale, call.softcap};
+    int position = position_of(call, first), own = first % call.group;
+    for (int row = 0; row < count; row++) {
+      const Range seen = seen_by(call, position, tile);
+      const auto weigh_row = seen.begin == 0 && seen.end >= vectors * W ? softmax<M, true> : softmax<M, false>;
+      weigh_row(scores_ + row * KEYS, seen, vectors, scoring, weights_ + row * KEYS, result.top[row], result.sum[row]);
+      if (++own == call.group) own = 0, position++;
+    }
   }
 
   // The rows of a head, at most FEW_ROWS.
@@ -260,12 +265,11 @@ class Worker {
   }
 
   void finish(const Attention& call) const {
-    for (int row = 0; row < rows_ * unit_.heads; row++) {
-      const int64_t at = static_cast<int64_t>(token_of(call, row)) * call.kv_heads * call.group + head_of(call, row);
+    for_rows(call, [&](int row, int64_t token, int64_t head) {
+      T* out = static_cast<T*>(call.out) + (token * call.kv_heads * call.group + head) * call.width;
       const vf inverse = splat(1.0f / total_.sum[row]);
-      map(static_cast<T*>(call.out) + at * call.width, call.width, [inverse](vf x) { return x * inverse; },
-          total_.from(row).out);
-    }
+      map(out, call.width, [inverse](vf x) { return x * inverse; }, total_.from(row).out);
+    });
   }
 
   Unit unit_;

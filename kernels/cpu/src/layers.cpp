@@ -10,7 +10,7 @@ extern "C" void gllm_linear(int32_t format, const void* x, int64_t x_stride, int
                             int64_t inner, int64_t outputs, const void* bias, void* y, int64_t y_stride,
                             int32_t widened);
 extern "C" void gllm_rms_norm(int32_t half, const void* x, int64_t tokens, int64_t stride, int64_t heads, int64_t width,
-                              const void* weight, float eps, void* y);
+                              const float* weight, float eps, void* y);
 extern "C" void gllm_gate(int32_t half, int32_t with_gelu, const void* gate_up, int64_t rows, int64_t width, void* y);
 
 namespace gllm {
@@ -25,7 +25,7 @@ struct Linear {
 };
 
 struct Layer {
-  const void *input_norm, *q_norm, *k_norm, *attended_norm, *mlp_norm, *gated_norm;  // null: none
+  const float *input_norm, *q_norm, *k_norm, *attended_norm, *mlp_norm, *gated_norm;  // null: none
   Linear qkv, output, gate_up, down;
   void* kv;
   int32_t window;  // 0: none
@@ -40,8 +40,9 @@ struct Step {
   const int64_t *blocks, *offsets;
   const float *cos[ROPES], *sin[ROPES];
   int64_t tokens;
-  float eps;
+  float eps, multiplier;  // of norms; of what is added to hidden states
   int32_t half, gelu;
+  int32_t joint;  // a token's query heads are normalised together, and its key heads; else each
   Attention attention;
 };
 
@@ -89,19 +90,21 @@ class Run {
                 linear.outputs, linear.bias, y, linear.outputs, 0);
   }
 
-  const T* norm(const T* x, int64_t count, const void* weight, T* y) {
+  T* norm(T* x, int64_t count, const float* weight, T* y) {
     if (!weight) return x;
     gllm_rms_norm(step_.half, x, count, width_, 1, width_, weight, step_.eps, y);
     return y;
   }
 
-  // The product of x, normalised, joins the hidden states.
-  void add(const Linear& linear, const T* x, int64_t count, const void* weight, T* hidden) {
+  // The product of x, normalised and scaled, joins the hidden states; rounded at each step of it.
+  void add(const Linear& linear, const T* x, int64_t count, const float* weight, T* hidden) {
     multiply(linear, x, count, more_);
-    const T* more = norm(more_, count, weight, normed_);
+    T* all = norm(more_, count, weight, normed_);
+    const vf factor = splat(step_.multiplier);
     for_tokens(count, [&](int64_t token) {
-      T* to = hidden + token * width_;
-      map(to, width_, [](vf x, vf y) { return x + y; }, to, more + token * width_);
+      T *to = hidden + token * width_, *more = all + token * width_;
+      if (step_.multiplier != 1) map(more, width_, [factor](vf x) { return x * factor; }, more);
+      map(to, width_, [](vf x, vf y) { return x + y; }, to, more);
     });
   }
 
@@ -110,25 +113,28 @@ class Run {
     const Attention& a = step_.attention;
     const int64_t width = a.width, queries = a.kv_heads * a.group;
     for_tokens(count, [&](int64_t index) {
-      const T* from = wide_ + index * layer.qkv.outputs;
+      T* from = wide_ + index * layer.qkv.outputs;
       const int64_t token = first + index;
       T* slot = static_cast<T*>(layer.kv) + step_.blocks[token] * a.kv_block + step_.offsets[token] * a.kv_key;
+      norm_heads(from, queries, layer.q_norm);
+      norm_heads(from + queries * width, a.kv_heads, layer.k_norm);
       for (int64_t head = 0; head < queries; head++, from += width)
-        turn(layer, layer.q_norm, from, token, queries_ + (token * queries + head) * width);
+        turn(layer, from, token, queries_ + (token * queries + head) * width);
       for (int64_t head = 0; head < a.kv_heads; head++, from += width)
-        turn(layer, layer.k_norm, from, token, slot + head * a.kv_head);
+        turn(layer, from, token, slot + head * a.kv_head);
       for (int64_t head = 0; head < a.kv_heads; head++, from += width)
         memcpy(slot + a.kv_values + head * a.kv_head, from, width * sizeof(T));
     });
   }
 
-  void turn(const Layer& layer, const void* weight, const T* from, int64_t token, T* to) const {
+  void norm_heads(T* heads, int64_t count, const float* weight) const {
+    if (!weight) return;
+    const int64_t all = count * step_.attention.width, width = step_.joint ? all : step_.attention.width;
+    for (T* row = heads; row < heads + all; row += width) rms_norm_row(row, weight, width, step_.eps, row);
+  }
+
+  void turn(const Layer& layer, const T* from, int64_t token, T* to) const {
     const int64_t width = step_.attention.width;
-    T normed[MOST_HEAD];
-    if (weight) {
-      rms_norm_row(from, static_cast<const T*>(weight), width, step_.eps, normed);
-      from = normed;
-    }
     if (layer.rope < 0)
       memcpy(to, from, width * sizeof(T));
     else
@@ -149,7 +155,7 @@ class Run {
     });
   }
 
-  static constexpr int64_t GROUP_TOKENS = 280, TILE_TOKENS = 4, MOST_HEAD = 1024;
+  static constexpr int64_t GROUP_TOKENS = 280, TILE_TOKENS = 4;
 
   const Step& step_;
   const int64_t tokens_, width_;  // of hidden states

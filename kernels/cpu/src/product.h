@@ -51,6 +51,7 @@ struct Product : Operands<T> {
 
   static constexpr int64_t ROWS = Format::ROWS, TILE_BLOCKS = TILE_ROWS / ROWS;
   static constexpr int64_t PIECE_STEPS = PIECE_BYTES / Format::WEIGHT_BYTES;
+  static constexpr int64_t AHEAD_STEPS = AHEAD_BYTES / Format::WEIGHT_BYTES;
 
   explicit Product(const Base& operands) : Base(operands) {}
 
@@ -82,13 +83,13 @@ struct Product : Operands<T> {
   void compute(int64_t panel, int64_t first_block) {
     alignas(64) float sums[TILE_BLOCKS * ROWS * COLUMNS];
     const int64_t end = first_block + TILE_BLOCKS < blocks ? first_block + TILE_BLOCKS : blocks;
-    const int64_t count = end - first_block, most = count == 1 || count > FEW_BLOCKS ? steps : PIECE_STEPS;
-    const int64_t row = first_block * height, end_row = end == blocks ? rows : end * height;
+    const int64_t count = end - first_block, row = first_block * height, end_row = end == blocks ? rows : end * height;
     for (int64_t r = row; r < end_row; r++) ask_for_outputs(r * y_stride + panel * COLUMNS);
-    for (int64_t step = 0; step < steps; step += most) {
-      const char* w = weight + (panel * steps + step) * Format::WEIGHT_BYTES;
-      Piece piece{w, nullptr, height, step + most < steps ? most : steps - step, nullptr, Format::WEIGHT_BYTES / count};
-      const char* next = w + (count == 1 ? AHEAD_BYTES : piece.steps * Format::WEIGHT_BYTES);
+    const char* w = weight + panel * steps * Format::WEIGHT_BYTES;
+    for (int64_t step = 0, some; step < steps; step += some, w += some * Format::WEIGHT_BYTES) {
+      some = steps_of_piece(step, count);
+      Piece piece{w, nullptr, height, some, nullptr, Format::WEIGHT_BYTES / count};
+      const char* next = after(panel, step + some, count, w);
       for (int64_t block = 0; block < count; block++) {
         piece.x = packed + (first_block + block) * block_bytes + step * height * Format::ROW_BYTES;
         piece.ahead = next + block * piece.steps * piece.fetch;
@@ -96,6 +97,21 @@ struct Product : Operands<T> {
       }
     }
     finish(panel * COLUMNS, row, end_row - row, sums);
+  }
+
+  // One block goes through a panel at once, but for its end, where the next panel is asked for.
+  int64_t steps_of_piece(int64_t step, int64_t count) const {
+    if (count > FEW_BLOCKS) return steps;
+    const int64_t left = steps - step;
+    if (count == 1) return left > AHEAD_STEPS ? left - AHEAD_STEPS : left;
+    return left < PIECE_STEPS ? left : PIECE_STEPS;
+  }
+
+  // What is asked for while the piece at `w` is used, which ends at `step`. Panels go to the threads by turns.
+  const char* after(int64_t panel, int64_t step, int64_t count, const char* w) const {
+    if (count > FEW_BLOCKS) return w + steps * Format::WEIGHT_BYTES;
+    if (step == steps) return weight + (panel + threads()) * steps * Format::WEIGHT_BYTES;
+    return w + (count == 1 ? AHEAD_STEPS : PIECE_STEPS) * Format::WEIGHT_BYTES;
   }
 
   void finish(int64_t column, int64_t first_row, int64_t count, const float* sums) {

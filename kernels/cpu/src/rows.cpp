@@ -26,7 +26,7 @@ struct Heads {
 };
 
 template <class T>
-void rms_norm(Heads<T> in, int64_t tokens, const T* weight, float eps, T* y) {
+void rms_norm(Heads<T> in, int64_t tokens, const float* weight, float eps, T* y) {
   for_rows(tokens * in.heads, in.width,
            [&](int64_t row) { rms_norm_row(in.row(row), weight, in.width, eps, y + row * in.width); });
 }
@@ -73,12 +73,13 @@ void of_type(int32_t half, Work&& work) {
 
 using namespace gllm;
 
-// x [tokens][heads][width], tokens `stride` elements apart -> y, contiguous. Bfloat16 where `half`, else float32.
+// x [tokens][heads][width], tokens `stride` elements apart, weight [width] float32 -> y, contiguous. x and y are bfloat16
+// where `half`, else float32.
 extern "C" void gllm_rms_norm(int32_t half, const void* x, int64_t tokens, int64_t stride, int64_t heads, int64_t width,
-                              const void* weight, float eps, void* y) {
+                              const float* weight, float eps, void* y) {
   of_type(half, [&]<class T>(T) {
     Heads<T> in{static_cast<const T*>(x), stride, heads, width};
-    rms_norm(in, tokens, static_cast<const T*>(weight), eps, static_cast<T*>(y));
+    rms_norm(in, tokens, weight, eps, static_cast<T*>(y));
   });
 }
 

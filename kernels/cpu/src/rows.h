@@ -6,9 +6,10 @@
 
 namespace gllm {
 
-// y = x / sqrt(mean(x^2) + eps) * weight, over `width` elements. y may be x.
+// y = x / sqrt(mean(x^2) + eps) * weight, over `width` elements, rounded once. y may be x. Weights are float32 for rows of
+// either dtype: a Gemma's must be, and of others it is exact.
 template <class T>
-inline void rms_norm_row(const T* x, const T* weight, int64_t width, float eps, T* y) {
+inline void rms_norm_row(const T* x, const float* weight, int64_t width, float eps, T* y) {
   vf squares{};
   int64_t i = 0;
   for (; i + W <= width; i += W) squares = fma(load(x + i), load(x + i), squares);

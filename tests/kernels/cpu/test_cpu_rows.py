@@ -39,6 +39,22 @@ def test_cpu_rms_norm_takes_slices_of_heads_and_zeros(cpu, dtype):
 
 @every_level
 @dtypes
+@pytest.mark.parametrize("width", [1, 15, 40, 129])
+def test_cpu_rms_norm_multiplies_by_float32_and_rounds_once_between_nans(cpu, dtype, width):
+    """The weights are of a kind that is lost when they are rounded to bfloat16."""
+    weight, field = 1 + random_tensor(width, seed=1) / 300, torch.full((9, width + 5), float("nan"), dtype=dtype)
+    x = field[2:7, 3 : width + 3]
+    x[:], y = random_tensor(5, width, dtype=dtype), torch.full((7, width), float("nan"), dtype=dtype)
+    cpu.library.rms_norm(
+        int(dtype == torch.bfloat16), x.data_ptr(), 5, width + 5, 1, width, weight.data_ptr(), 1e-6, y[1].data_ptr()
+    )
+    assert torch.equal(y[1:6], cpu.rms_norm(x.float(), weight, 1e-6).to(dtype))
+    assert torch.equal(y[1:6], cpu.rms_norm(x, weight, 1e-6))
+    assert y[[0, 6]].isnan().all()
+
+
+@every_level
+@dtypes
 @pytest.mark.parametrize("heads", [1, 3, 9])
 @pytest.mark.parametrize("width", [2, 8, 64, 80, 96, 128, 256])
 def test_cpu_rope_equals_its_reference_on_slices_too(cpu, dtype, heads, width):
