@@ -31,11 +31,11 @@ class HostedStepper:
 
     def warm_up(self) -> None:
         """One padded step: threads, row probes."""
-        parts, padding_block = self._parts, self.tables[-1, 0]
+        parts, table = self._parts, self.tables[-1:, :1].repeat(1, 2)  # blocks of one token hold two in two
         for count in (1, 2):
-            attention = AttentionBatch([count], [count], self.tables[-1:, :1], parts.block_size, parts.heads)
+            attention = AttentionBatch([count], [count], table, parts.block_size, parts.heads)
             zeros = torch.zeros(count, dtype=torch.int64, device=parts.device)
-            inputs = Inputs(zeros, zeros, zeros, zeros + padding_block, zeros, attention)
+            inputs = Inputs(zeros, zeros, zeros, zeros + table[0, 0], zeros, attention)
             parts.model.logits(parts.model.forward(inputs, self._cache))
 
     def launch(self, plan: Plan) -> Handle:

@@ -6,7 +6,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ABANDONED_SECONDS = 3600.0  # no compiler takes as long: what is older was left by a process that was killed
@@ -24,9 +24,11 @@ def folders() -> Iterator[Path]:
             return
 
 
-def scratch() -> Path:
-    """A fresh folder, for when no folder can be kept."""
-    return Path(tempfile.mkdtemp(prefix="gllm-kernels-"))
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A fresh folder, for when no folder can be kept. What was loaded from it stays loaded."""
+    with tempfile.TemporaryDirectory(prefix="gllm-kernels-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def remove_old(folder: Path) -> None:

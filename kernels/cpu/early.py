@@ -9,15 +9,19 @@ import os
 import signal
 import sys
 import threading
+import time
+from types import FrameType
 
 from kernels.cpu import cache
 from kernels.cpu.build import BuildError, compile_level, file_names
 from kernels.cpu.levels import usable
 
+LEAVING_SECONDS, AGAIN_SECONDS = 2.0, 0.1  # for compilers to end by themselves; between the times that they are told
+
 
 def main(dtype: str | None = None) -> int:
     """Exit status 0 when there is nothing left to compile, 1 when that failed or has no folder to be kept in."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, _leave)
     threading.Thread(target=_end_with_input, daemon=True).start()
     level, folders = usable()[0], [*cache.folders()]
     if any((folder / name).exists() for folder in folders for name in file_names(level, dtype)):
@@ -35,7 +39,15 @@ def main(dtype: str | None = None) -> int:
 def _end_with_input() -> None:
     while os.read(0, 1):  # not sys.stdin, whose lock the interpreter would wait for when it ends
         pass
-    os.killpg(0, signal.SIGTERM)
+    for _ in range(round(LEAVING_SECONDS / AGAIN_SECONDS)):
+        os.killpg(0, signal.SIGTERM)  # more than once: a process that is just becoming a compiler misses it
+        time.sleep(AGAIN_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, lambda *_: None)  # the next ones are for compilers; ignored, they would be by these as well
+    sys.exit(1)
 
 
 if __name__ == "__main__":

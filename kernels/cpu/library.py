@@ -6,7 +6,7 @@ Pointers are `Tensor.data_ptr()`; nothing here checks them: kernels/cpu/backend.
 import ctypes
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import product
 from pathlib import Path
 
@@ -112,11 +112,11 @@ def _open(level: Level, dtype: str | None) -> Library | None:
 
 def _compile(level: Level, dtype: str | None, on_compile: Callable[[str], None]) -> Library:
     on_compile(f"the CPU kernels for {level.name}")
-    folder = [*cache.folders()][-1]
-    try:
-        folder = folder if folder != cache.BUILT else cache.scratch()
-        library = Library(level, compile_level(level, folder, dtype=dtype), dtype)
-    except AttributeError as error:
-        raise OSError(str(error)) from None
-    cache.remove_old(library.path.parent)
-    return library
+    kept = [*cache.folders()][-1]
+    with cache.scratch() if kept == cache.BUILT else nullcontext(kept) as folder:
+        try:
+            library = Library(level, compile_level(level, folder, dtype=dtype), dtype)
+        except AttributeError as error:
+            raise OSError(str(error)) from None
+        cache.remove_old(folder)
+        return library

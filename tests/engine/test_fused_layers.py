@@ -89,3 +89,9 @@ def test_fused_layers_refuse_what_would_write_elsewhere(compiled):
     ):
         with pytest.raises((AssertionError, ValueError)):
             fused(**(good | wrong))
+
+
+def test_blocks_of_one_token_serve_and_give_the_same_bits(compiled):
+    ours = logits(compiled("qwen2-window", block_size=1), fused=True)
+    expected = logits(compiled("qwen2-window"), fused=True)
+    assert all(torch.equal(ours[position], expected[position]) for position in expected)

@@ -100,6 +100,17 @@ def test_compilers_end_with_who_began(empty, slow):
     assert isinstance(library.load(dtype="bfloat16"), Library), "the lock is free"
 
 
+def test_compilers_that_do_not_end_by_themselves_are_ended(empty, slow):
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwork, real"
+    slow.path.write_text(slow.path.read_text().replace("work, real", deaf, 1))
+    process = early.begin("cpu", "auto", "cpu")
+    assert process is not None
+    assert process.stdin is not None
+    wait_until(lambda: len(slow.running) == 2)
+    process.stdin.close()
+    wait_until(lambda: not slow.running, seconds=20)
+
+
 @pytest.mark.parametrize(
     "asked",
     [

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -156,10 +157,12 @@ def test_a_folder_that_others_may_write_to_is_not_loaded_from(empty, monkeypatch
 
 def test_without_a_cache_folder_kernels_are_compiled_for_this_process_alone(empty, small, monkeypatch):
     (empty / "cache").write_text("a file")
-    monkeypatch.setattr(cache, "scratch", lambda: empty / "once")
+    (empty / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(empty / "temporary"))
     found = library.load()
     assert isinstance(found, Library)
-    assert found.path.parent == empty / "once"
+    assert found.path.parent.parent == empty / "temporary"
+    assert not os.listdir(empty / "temporary"), "every start would leave one"
 
 
 @pytest.mark.parametrize(
