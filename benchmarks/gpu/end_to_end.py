@@ -160,7 +160,8 @@ class Bench:
             return [not_built(f"{self._shape}: graphs", f"none with the kernels {self.engine.info.kernels}")]
         prompts, news = workload(self._sizes.requests, max(8, self._sizes.longest // 8))
         run(self.engine, [[token % 400 for token in prompt] for prompt in prompts], news, temperature=0.6)
-        said = f"captured so far, {len(graphs.refused)} refused; a small workload, with its captures: {time.perf_counter() - began:.1f} s"
+        took = f"a small workload, with its captures: {time.perf_counter() - began:.1f} s"
+        said = f"captured so far, {len(graphs.refused)} refused; {took}"
         return [Line(name=f"{self._shape}: graphs", value=graphs.captured, unit="graphs", said=said)]
 
     def _graphs(self) -> Graphs[StepWork] | None:
