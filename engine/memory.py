@@ -43,20 +43,31 @@ def kv_blocks(
 
 def free_budget() -> int:
     """Bytes that the pool may take of what is free on a CPU now."""
-    return min(int(_available_bytes() * CPU_SHARE), CPU_MOST_BYTES)
+    return min(int(available_bytes() * CPU_SHARE), CPU_MOST_BYTES)
 
 
-def _available_bytes() -> int:
-    """What the machine has available, and the control group still allows."""
+def available_bytes() -> int:
+    """What the machine has available, and the control groups still allow."""
     limits = [CPU_MOST_BYTES * 4]
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        limits.append(int(text) - int(used.read_text()))
+    for group in _control_groups():
+        limit, used = group / "memory.max", group / "memory.current"
+        if limit.exists() and (text := limit.read_text().strip()) != "max":
+            limits.append(int(text) - int(used.read_text()))
     return max(0, min(limits))
+
+
+def _control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[Path]:
+    """The folders of this process's control group (version 2) and of those around it; a container sees its own as root."""
+    yield root
+    lines = own.read_text().splitlines() if own.exists() else []
+    path = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    for part in (Path(path), *Path(path).parents):
+        if part != Path() and ".." not in part.parts:
+            yield root / part
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from engine.errors import DeviceError
 from engine.gpumemory import GRAPHS, Meter, Room, refusing
 from engine.handle import Handle
 from engine.hosted import HostedStepper
-from engine.memory import block_bytes, kv_blocks
+from engine.memory import available_bytes, block_bytes, kv_blocks
 from engine.model import Decoder
 from engine.modelconfig import ModelConfig
 from engine.plan import Plan, Sampled
@@ -164,7 +164,9 @@ class Runner:
     @torch.inference_mode()
     def warm_up(self) -> None:
         self.stepper.warm_up()
-        self._backend.settle(self.cache)
+        # A pool that was asked for beyond what is free fills as it is used: made real at once, it might end the worker.
+        if 2 * sum(layer.nbytes for layer in self.cache) <= available_bytes():
+            self._backend.settle(self.cache)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Handle:

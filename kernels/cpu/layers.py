@@ -116,6 +116,7 @@ class FusedLayers:
     ) -> None:
         """Whatever layers.cpp takes for granted, beside what `prepare` checks."""
         tokens, shape, strides = len(hidden), caches[0].shape, caches[0].stride()
+        assert tokens > 0
         assert hidden.shape == (tokens, self._hidden)
         assert hidden.dtype == self._dtype
         assert hidden.is_contiguous()

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ def make_real(pool: Sequence[Tensor], populate: Callable[[int, int], None]) -> t
 
 def _make_real(pool: Sequence[Tensor], populate: Callable[[int, int], None]) -> None:
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread: steps go first
+        with suppress(OSError):  # where a sandbox forbids it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread: steps go first
     for number in range(SLICES):
         for blocks in (half for cache in pool for half in cache):
             first, end = (len(blocks) * cut // SLICES for cut in (number, number + 1))

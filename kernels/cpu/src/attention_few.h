@@ -6,7 +6,7 @@
 namespace gllm {
 namespace {
 
-constexpr int AHEAD_BYTES = 16384;  // how far ahead memory is asked for
+constexpr int KEYS_AHEAD_BYTES = 16384;  // how far ahead memory is asked for
 
 inline void ask(const void* row, int bytes) {
   const char* at = static_cast<const char*>(row);
@@ -21,7 +21,7 @@ class Ahead {
  public:
   Ahead(const T* const* rows, int count, const T* const* then, int more, int width, int steps)
       : rows_(rows), then_(then), count_(count), bytes_(width * sizeof(T)),
-        next_(std::min(count, AHEAD_BYTES / bytes_)), end_(count + std::min(more, AHEAD_BYTES / bytes_)),
+        next_(std::min(count, KEYS_AHEAD_BYTES / bytes_)), end_(count + std::min(more, KEYS_AHEAD_BYTES / bytes_)),
         each_(divide_up(count, std::max(1, steps))) {}
 
   void step() {

@@ -38,7 +38,7 @@ class Tasks {
     int member;
   };
 
-  // A task for each head: the order of a row's tiles allows no cut between them.
+  // A task for each head: a cut between tiles would leave results of all of them to be merged.
   void add_prefix(Prefix& prefix) {
     const int members = static_cast<int>(prefix.sequences.size());
     for (int member = 0; member < members; member++) starts_[prefix.sequences[member]] = {&prefix, member};

@@ -6,6 +6,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 // The level and the digest of the sources, as kernels/cpu/build.py gave them.
@@ -28,7 +29,7 @@ extern "C" void gllm_advise_huge(void* begin, int64_t bytes) {
 extern "C" void gllm_populate(void* begin, int64_t bytes) {
 #if defined(__linux__)
   constexpr int POPULATE_WRITE = 23;  // MADV_POPULATE_WRITE; older kernels than 5.14 refuse it, and nothing is lost
-  const uintptr_t page = 4096, first = reinterpret_cast<uintptr_t>(begin) / page * page;
+  const uintptr_t page = sysconf(_SC_PAGESIZE), first = reinterpret_cast<uintptr_t>(begin) / page * page;
   const uintptr_t end = reinterpret_cast<uintptr_t>(begin) + bytes;
   madvise(reinterpret_cast<void*>(first), end - first, POPULATE_WRITE);
 #else

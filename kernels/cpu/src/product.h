@@ -14,7 +14,7 @@ namespace gllm {
 constexpr int64_t TILE_ROWS = 56;       // rows of a tile at most
 constexpr int64_t FEW_BLOCKS = 3;       // at most so many are bound by memory: they share a panel piece by piece
 constexpr int64_t PIECE_BYTES = 8192;   // weights of a piece: it and the next one stay in the first cache
-constexpr int64_t AHEAD_BYTES = 8192;   // how far ahead memory is asked for when there is one block of rows
+constexpr int64_t PANEL_AHEAD_BYTES = 8192;   // how far ahead memory is asked for when there is one block of rows
 
 // Memory of the calling thread that grows and stays.
 inline char* scratch(int64_t bytes) {
@@ -51,7 +51,7 @@ struct Product : Operands<T> {
 
   static constexpr int64_t ROWS = Format::ROWS, TILE_BLOCKS = TILE_ROWS / ROWS;
   static constexpr int64_t PIECE_STEPS = PIECE_BYTES / Format::WEIGHT_BYTES;
-  static constexpr int64_t AHEAD_STEPS = AHEAD_BYTES / Format::WEIGHT_BYTES;
+  static constexpr int64_t AHEAD_STEPS = PANEL_AHEAD_BYTES / Format::WEIGHT_BYTES;
 
   explicit Product(const Base& operands) : Base(operands) {}
 

@@ -93,6 +93,27 @@ def test_a_common_beginning_is_computed_in_less_time_than_strangers(kernels):
     assert times[1] < times[0] / 1.3, times
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_one_that_shares_little_does_not_take_the_others_apart(kernels, last):
+    """Wherever it sorts: sixteen share all but their ends, one the first tile only."""
+    whole = ragged(5, Heads(8, 2), 128, 16, [1] * 17, [1500] * 17, torch.bfloat16)
+    whole.tables[16, 8:94] = whole.tables[16, 8:94].sort(descending=last).values
+    together, odd = (
+        share(replace(whole, kv=whole.kv.clone(), tables=whole.tables.clone()), [(0, 1408)] * 16 + [last_one])
+        for last_one in ((16, 0), (0, 128))
+    )
+    assert bool(odd.tables[16, 8] > odd.tables[0, 8]) == last
+    alone = CpuBackend(kernels.library, deterministic=True, threads=1)
+    times = [min(_seconds(alone, batch) for _ in range(5)) for batch in (together, odd)]
+    assert times[1] < 1.3 * times[0], times
+
+
+def test_few_heads_on_many_threads_keep_their_bits(kernels):
+    many = CpuBackend(kernels.library, deterministic=True, threads=4)
+    batch = share(ragged(6, Heads(1, 4), 64, 16, [1] * 9, [700] * 9, torch.bfloat16), [(0, 640)] * 9)
+    check(many, batch, torch.bfloat16)
+
+
 def _seconds(kernels: CpuBackend, batch: Ragged) -> float:
     began = time.thread_time()
     batch.attend(kernels)
