@@ -61,7 +61,7 @@ def available_bytes() -> int:
 
 
 def _control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[Path]:
-    """The folders of this process's control group (version 2) and of those around it; a container sees its own as root."""
+    """The folders of this process's control group (version 2) and those around it; a container sees its own as root."""
     yield root
     lines = own.read_text().splitlines() if own.exists() else []
     path = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
