@@ -14,36 +14,45 @@ from kernels import AttentionBatch, Heads
 from kernels.cpu.backend import CpuBackend
 
 HEADS, WIDTH, BLOCK_SIZE = Heads(8, 2), 128, 16
-DECODES, CONTEXT, PREFILLS = 16, 800, (1024, 4096)
+DECODES, CONTEXT, SHARED, PREFILLS = 16, 800, 768, (1024, 4096)
 POOLS = 3  # caches of as many layers: what one call reads is gone from the processor's caches at the next
 Best = Callable[[Callable[[], object]], float]  # seconds of the fastest of many calls
 
 
 def report_attention(cpu: CpuBackend, dtype: torch.dtype, read: float, multiply: float, best: Best) -> None:
     """Print lines. `read` bytes and `multiply` operations per second are the bounds."""
-    ours, dense = decode(cpu, dtype, best)
+    strangers, dense = decode(cpu, dtype, best), dense_decode(dtype, best)
     bound = 2 * DECODES * CONTEXT * HEADS.kv * WIDTH * dtype.itemsize / read
-    _show(f"decode, {DECODES} x {CONTEXT:,}", ours, bound, dense)
+    _show(f"decode, {DECODES} x {CONTEXT:,}", strangers, bound, dense)
+    ours = decode(cpu, dtype, best, SHARED)
+    print(f"attention, the same with {SHARED} shared {ours * 1e3:4.2f} ms, {ours / strangers:4.0%} of that time")
     for tokens in PREFILLS:
         ours, dense = prefill(cpu, dtype, tokens, best)
         pairs = tokens * (tokens + 1) / 2 * HEADS.kv * HEADS.group
         _show(f"prefill {tokens:,}", ours, 4 * WIDTH * pairs / multiply, dense)
 
 
-def decode(cpu: CpuBackend, dtype: torch.dtype, best: Best) -> tuple[float, float]:
-    """Seconds of one layer's attention: ours, torch's."""
+def decode(cpu: CpuBackend, dtype: torch.dtype, best: Best, shared: int = 0) -> float:
+    """Seconds of one layer's attention; the sequences' first `shared` positions lie in the same blocks."""
     lengths = [CONTEXT] * DECODES
+    tables = _tables(lengths)
+    tables[:, : shared // BLOCK_SIZE] = tables[0, : shared // BLOCK_SIZE].clone()
     pools = cycle([_pool(sum(lengths), dtype) for _ in range(POOLS)])
-    batch = AttentionBatch([1] * DECODES, lengths, _tables(lengths), BLOCK_SIZE, HEADS)
+    batch = AttentionBatch([1] * DECODES, lengths, tables, BLOCK_SIZE, HEADS)
     q = torch.randn(DECODES, HEADS.kv * HEADS.group, WIDTH).to(dtype)
-    ours = best(lambda: cpu.attention(q, next(pools), batch, WIDTH**-0.5))
+    return best(lambda: cpu.attention(q, next(pools), batch, WIDTH**-0.5))
+
+
+def dense_decode(dtype: torch.dtype, best: Best) -> float:
+    """Seconds of torch's."""
+    q = torch.randn(DECODES, HEADS.kv * HEADS.group, WIDTH).to(dtype)
     pairs = cycle([torch.randn(2, DECODES, HEADS.kv, CONTEXT, WIDTH).to(dtype) for _ in range(POOLS)])
 
     def dense() -> None:
         keys, values = next(pairs)
         F.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)
 
-    return ours, best(dense)
+    return best(dense)
 
 
 def prefill(cpu: CpuBackend, dtype: torch.dtype, tokens: int, best: Best) -> tuple[float, float]:
