@@ -18,14 +18,11 @@ from msgspec import Struct
 
 from benchmarks.environment import describe
 from benchmarks.random_model import make_engine
-from benchmarks.step import step_times
-from engine import Engine, SamplingParams
+from benchmarks.step import GREEDY, PROMPT, SAMPLED, STEPS, step_times
+from engine import Engine
 from engine.resident import ResidentStepper
 
-STEPS, PROMPT = 300, 100  # as in benchmarks/step.py
 MARKS = {1: 0.5, 8: 0.5, 32: 1.0, 128: 2.0, 256: 4.0}  # milliseconds a step
-GREEDY = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=STEPS, ignore_eos=True)
 
 
 class HostTime(Struct, frozen=True):
